@@ -1,0 +1,36 @@
+"""Measure how a network's weight Gram matrices and features move together.
+
+Names are loaded on first use, so that ``import gramlin`` is instant and a wrong parameter of a chapter is
+reported before PyTorch has even been imported.
+"""
+
+import importlib
+
+# Every public name and the module that defines it: the table of the package.
+_MODULE_OF = {
+    "agop": "gram",
+    "feature_learning_sides": "gram",
+    "gram_shift": "gram",
+    "matrix_correlation": "gram",
+    "second_order_gap": "gram",
+    "virtual_covariance_shift": "gram",
+    "virtual_update": "gram",
+    "weight_gram": "gram",
+    "VirtualCovariance": "gram",
+}
+_MODULES = ("book", "data", "experiments", "figures", "gram", "hooks", "models", "results", "training")
+
+__all__ = ["__version__", *_MODULE_OF]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"gramlin.{name}")
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"gramlin.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'gramlin' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
