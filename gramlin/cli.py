@@ -1,0 +1,152 @@
+"""The command line: ``gramlin run``, ``gramlin build``, ``gramlin data``, ``gramlin results``."""
+
+import functools
+import sys
+import time
+from pathlib import Path
+
+import click
+
+import gramlin
+from gramlin import book
+
+
+def _one_line_errors(command):
+    """End errors that the user can mend in one line and exit status 2, and failed claims in status 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except book.ClaimError as error:
+            raise click.ClickException(str(error)) from error
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            failure = click.ClickException(str(error))
+            failure.exit_code = 2
+            raise failure from error
+
+    return wrapped
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gramlin.__version__, prog_name="gramlin")
+def main() -> None:
+    """Run the chapters of the gramlin book, build it, and look after its data and results."""
+
+
+_profile = click.option(
+    "--profile", type=click.Choice(book.PROFILES), default="quick", show_default=True, help="quick: a minute; paper: hours."
+)
+_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+
+
+@main.command()
+@click.argument("chapter")
+@click.option("-p", "--parameter", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
+@click.option("--profile", type=click.Choice(book.PROFILES), help="Short for -p profile.")
+@click.option("--device", help="Short for -p device: auto, cpu, cuda, cuda:N or mps.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="The executed notebook.")
+@click.option("--in-place", is_flag=True, help="Run with the defaults and keep the outputs in the chapter itself.")
+@_one_line_errors
+def run(chapter, parameters, profile, device, output, in_place) -> None:
+    """Run a CHAPTER (its number, name or path) into a new notebook, and print its claims."""
+    values = dict(parameters)
+    for name, value in (("profile", profile), ("device", device)):
+        if value is not None:
+            if values.get(name, value) != value:
+                raise ValueError(f"{name} is given twice, as {values[name]!r} and {value!r}; pass it once")
+            values[name] = value
+    notebook = book.find_chapter(chapter)
+    start = time.perf_counter()
+    if in_place:
+        if values or output:
+            raise ValueError("--in-place runs a chapter with its defaults; leave out parameters and --output")
+        printed, output = book.refresh_outputs(notebook), notebook
+    else:
+        output = output or Path("_build", "runs", notebook.name)
+        if output.resolve() == notebook.resolve():
+            raise ValueError(f"--output is the chapter itself, {notebook}; pass another file, or --in-place")
+        printed = book.execute(notebook, output, values)
+    click.echo(printed)
+    click.echo(f"{output} ({time.perf_counter() - start:.0f} s)")
+
+
+@main.command()
+@_profile
+@_device
+@click.option("--strict", is_flag=True, help="Make every warning of the renderer an error.")
+@_one_line_errors
+def build(profile, device, strict) -> None:
+    """Execute the chapters that changed, render the book, and print the path of its first page."""
+    page, executed = book.build(profile=profile, device=device, strict=strict)
+    click.echo(f"executed: {', '.join(executed) or 'nothing had changed'}")
+    click.echo(page)
+
+
+@main.group()
+def data() -> None:
+    """The data sets: which there are, where they lie, and how to get them."""
+
+
+@data.command("list")
+@_one_line_errors
+def list_data() -> None:
+    """List the data sets, and which are present."""
+    from gramlin import data as sets
+
+    click.echo(_table(sets.list_datasets()))
+    click.echo("folder:PATH is any tree of images, PATH/train/CLASS/* and PATH/test/CLASS/*.")
+
+
+@data.command()
+@click.argument("name")
+@_one_line_errors
+def get(name) -> None:
+    """Download a data set, check it, and make it ready."""
+    from gramlin import data as sets
+
+    click.echo(sets.get(name))
+
+
+@data.command()
+@_one_line_errors
+def path() -> None:
+    """Print the folder that data are read from ($GRAMLIN_DATA, else the user's cache)."""
+    from gramlin import data as sets
+
+    click.echo(sets.data_directory())
+
+
+@main.command()
+@click.argument("experiment", required=False)
+@click.option("--results-dir", default="auto", help="The folder of finished runs.")
+@_one_line_errors
+def results(experiment, results_dir) -> None:
+    """List the finished runs, and report damaged files."""
+    store = book.check_parameters(results_dir=results_dir, device="cpu").store
+    problems = store.problems()
+    if not problems:
+        runs = store.runs(experiment)
+        rows = [
+            {
+                "experiment": run.experiment,
+                **{key: run.settings.get(key, "") for key in ("dataset", "method", "lr", "seed")},
+                "seconds": f"{run.wall_seconds:.0f}",
+                "finished": run.finished[:10],
+                "commit": run.commit[:8],
+            }
+            for run in runs
+        ]
+        click.echo(_table(rows) if rows else f"no finished runs{f' of {experiment}' if experiment else ''} in {store.directory}")
+    for problem in problems:
+        click.echo(problem, err=True)
+    if problems:
+        sys.exit(2)
+
+
+def _table(rows: list[dict]) -> str:
+    import pandas
+
+    return pandas.DataFrame(rows).to_string(index=False)

@@ -1,0 +1,200 @@
+"""The chapters' sweeps: settings in, finished runs out.
+
+An experiment is a function from settings to metrics. ``sweep`` runs those settings that the store does not hold yet
+and saves each run the moment it ends, so that a sweep that was killed goes on where it stopped.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from gramlin import data
+from gramlin.gram import VirtualCovariance, agop, gram_shift, matrix_correlation, relative_error, weight_gram
+from gramlin.models import MLP
+from gramlin.results import ResultsStore, Run
+from gramlin.training import accuracy, train
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A named function from settings to metrics.
+
+    Attributes:
+        name: the folder of its runs in the store.
+        measure: takes the settings and ``device`` as keyword arguments and returns the metrics, as JSON values.
+        paper_scale: the settings of the runs that the chapter's stored figures are drawn from.
+    """
+
+    name: str
+    measure: Callable[..., dict]
+    paper_scale: tuple[dict, ...]
+
+
+def stored(experiment: Experiment, store: ResultsStore) -> tuple[list[Run], int]:
+    """The finished paper-scale runs, and how many are still missing."""
+    runs = [run for run in (store.get(experiment.name, each) for each in experiment.paper_scale) if run]
+    return runs, len(experiment.paper_scale) - len(runs)
+
+
+def sweep(
+    experiment: Experiment,
+    store: ResultsStore,
+    settings: Sequence[dict] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    workers: int | None = None,
+) -> list[Run]:
+    """Run what the store lacks, save each run as it ends, and return all of them in the order of the settings.
+
+    On a CPU the runs go side by side, one thread each; on another device one after the other.
+
+    Args:
+        experiment: what to run.
+        store: where finished runs are kept.
+        settings: the runs; by default ``experiment.paper_scale``.
+        device: where to run.
+        workers: processes side by side; by default one a core, and no process of its own for one run.
+
+    Raises:
+        ResultsError: a stored run is damaged or was edited.
+    """
+    settings = list(experiment.paper_scale if settings is None else settings)
+    missing = [each for each in settings if store.get(experiment.name, each) is None]
+    if workers is None:
+        workers = (os.cpu_count() or 1) if torch.device(device).type == "cpu" else 1
+    progress = tqdm(total=len(missing), desc=experiment.name, unit="run", disable=not (missing and sys.stderr.isatty()))
+    with progress:
+        if workers == 1 or len(missing) <= 1:
+            for each in missing:
+                store.save(run_once(experiment, each, device))
+                progress.update()
+        else:
+            # Fresh processes: a forked one would inherit the thread pools of PyTorch in an undefined state.
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _one_thread)
+            with pool:
+                futures = [pool.submit(_run_and_save, experiment, each, device, store) for each in missing]
+                for future in as_completed(futures):
+                    try:
+                        future.result()
+                    except BaseException:
+                        pool.shutdown(cancel_futures=True)
+                        raise
+                    progress.update()
+    return [store.get(experiment.name, each) for each in settings]
+
+
+def run_once(experiment: Experiment, settings: dict, device: str | torch.device = "cpu") -> Run:
+    """Run one setting, and note how long it took and where; nothing is saved."""
+    start = time.perf_counter()
+    metrics = experiment.measure(**settings, device=device)
+    seconds = round(time.perf_counter() - start, 2)
+    return Run(experiment.name, settings, metrics, wall_seconds=seconds, device=_device_name(device))
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _run_and_save(experiment: Experiment, settings: dict, device: str, store: ResultsStore) -> None:
+    store.save(run_once(experiment, settings, device))
+
+
+def _device_name(device: str | torch.device) -> str:
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+# ---- Chapter 1: the Gram shift against the virtual covariance shift and against AGOP ------------------------------
+
+
+def measure_gram_shift(
+    *,
+    dataset: str,
+    method: str,
+    lr: float,
+    momentum: float,
+    standardize: bool,
+    hidden: int,
+    activation: str,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+) -> dict:
+    """Train a two-layer network and follow the first layer's Gram shift, its virtual covariance shift and AGOP.
+
+    Args:
+        dataset: a name for ``gramlin.data.load``.
+        method: "sgd" or "adam".
+        lr, momentum: of the optimizer (Adam takes its usual moments; momentum must be 0).
+        standardize: whether inputs are shifted and scaled to mean 0 and variance 1 a channel.
+        hidden, activation: of the network d–hidden–K.
+        batch_size, epochs, seed: of the training.
+        device: where to run.
+
+    Returns:
+        Lists over epochs from 1: ``train_loss``; ``test_accuracy`` in [0, 1]; Pearson correlations with the Gram shift
+        since initialisation of the accumulated virtual covariance shift (``rho_virtual``), of AGOP over the training
+        split (``rho_agop``) and of its square root (``rho_agop_sqrt``); the correlation of the Gram matrix itself
+        with that square root (``rho_gram_agop_sqrt``), as the Neural Feature Ansatz has it; and ``gap``, the norm of
+        (virtual covariance shift − Gram shift) over that of the Gram shift.
+    """
+    split = data.load(dataset, device=device)
+    if standardize:
+        split = data.standardize(split)
+    torch.manual_seed(seed)
+    width_in, width_out = split.train_inputs[0].numel(), split.num_classes
+    model = MLP([width_in, hidden, width_out], activation).to(device)
+    optimizer = _optimizer(method, model, lr, momentum)
+    virtual = VirtualCovariance(model.linear1, optimizer)
+    initial = model.linear1.weight.detach().clone()
+    flat = split.train_inputs.flatten(1)
+
+    def compare(epoch: int) -> dict:
+        if epoch == 0:
+            return {}
+        weight = model.linear1.weight.detach()
+        shift, virtual_shift = gram_shift(initial, weight), virtual.shift
+        # By the chain rule, AGOP with respect to the input is WᵀAW, A that with respect to the pre-activations.
+        above = agop(lambda z: model.linear2(model.activation1(z)), model.linear1(flat))
+        eigenvalues, vectors = torch.linalg.eigh(above.double())
+        factor = (vectors * eigenvalues.clamp(min=0).sqrt()).mT.to(weight) @ weight  # AGOP = factorᵀ factor
+        _, singular, right = torch.linalg.svd(factor, full_matrices=False)
+        agop_input, agop_sqrt = right.mT * singular**2 @ right, right.mT * singular @ right
+        return {
+            "test_accuracy": accuracy(model, split.test_inputs, split.test_targets),
+            "rho_virtual": matrix_correlation(shift, virtual_shift),
+            "rho_agop": matrix_correlation(shift, agop_input),
+            "rho_agop_sqrt": matrix_correlation(shift, agop_sqrt),
+            "rho_gram_agop_sqrt": matrix_correlation(weight_gram(weight), agop_sqrt),
+            "gap": relative_error(virtual_shift, shift),
+        }
+
+    history = train(
+        model,
+        optimizer,
+        split.train_inputs,
+        split.train_targets,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        record=compare,
+    )
+    return {key: [row[key] for row in history[1:]] for key in history[1]}
+
+
+def _optimizer(method: str, model: torch.nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:
+    if method == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    if method == "adam" and momentum == 0:
+        return torch.optim.Adam(model.parameters(), lr=lr)
+    raise ValueError(f"method is {method!r} with momentum {momentum}; pass 'sgd', or 'adam' with momentum 0")

@@ -1,0 +1,501 @@
+"""Chapter 1's laws: the Feature Learning Equation, Gram and virtual covariance shifts, AGOP."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gramlin import (
+    VirtualCovariance,
+    agop,
+    feature_learning_sides,
+    gram_shift,
+    matrix_correlation,
+    second_order_gap,
+    virtual_covariance_shift,
+    virtual_update,
+    weight_gram,
+)
+from gramlin.gram import relative_error
+from gramlin.hooks import record, weight_matrix
+
+# Identities are checked in float64 against the norm of the sides: a few hundred roundings of 1e-16.
+TIGHT = 1e-12
+
+sizes = st.integers(1, 7)
+seeds = st.integers(0, 2**31 - 1)
+few = settings(max_examples=40, deadline=None)
+
+
+def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def assert_equation_holds(model: nn.Module, inputs: torch.Tensor, loss_of) -> None:
+    """Left from autograd's weight.grad, right from what the layers saw, for every layer of the model."""
+    model.zero_grad()
+    with record(model) as seen:
+        loss_of(model(inputs)).backward()
+    for name, each in seen.items():
+        left, right = feature_learning_sides(each)
+        scale = left.norm() + right.norm()
+        assert scale > 0, name
+        assert (left - right).norm() <= TIGHT * scale, name
+
+
+ACTIVATIONS = [nn.ReLU, nn.GELU, nn.Tanh, nn.Identity]
+
+
+@few
+@given(n=sizes, d=sizes, k=sizes, classes=st.integers(2, 5), bias=st.booleans(), act=st.sampled_from(ACTIVATIONS), seed=seeds)
+@pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
+def test_equation_holds_in_any_mlp(loss, n, d, k, classes, bias, act, seed):
+    torch.manual_seed(seed)
+    # The leading linear map keeps ReLU from switching every unit off.
+    model = nn.Sequential(nn.Linear(d, k, bias), act(), nn.Linear(k, classes, bias)).double()
+    inputs, targets = tensors(seed, (n, d), (n, classes))
+    model.zero_grad()
+    with record(model) as seen:
+        out = model(inputs)
+        (F.mse_loss(out, targets) if loss == "mse" else F.cross_entropy(out, targets.argmax(1))).backward()
+    for each in seen.values():
+        left, right = feature_learning_sides(each)
+        assert torch.allclose(left, right, rtol=TIGHT, atol=TIGHT)
+
+
+@few
+@given(
+    groups=st.integers(1, 3),
+    per_group=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 1)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    mode=st.sampled_from(["zeros", "reflect", "circular", "replicate"]),
+    bias=st.booleans(),
+    seed=seeds,
+)
+def test_equation_holds_in_any_convolution(groups, per_group, kernel, stride, padding, dilation, mode, bias, seed):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(
+        groups * per_group[0], groups * per_group[1], kernel, stride, padding, dilation, groups, bias, mode
+    ).double()
+    (inputs,) = tensors(seed, (3, groups * per_group[0], 9, 8))
+    assert_equation_holds(nn.Sequential(conv, nn.Tanh()), inputs, lambda out: out.square().mean())
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_equation_holds_with_named_padding(padding):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, (2, 3), padding=padding, dilation=2)).double()
+    assert_equation_holds(model, tensors(0, (4, 2, 7, 8))[0], lambda out: out.square().mean())
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(6, 4, (2, 3), stride=2, padding=1, dilation=(1, 2), groups=2), nn.Linear(5, 3)])
+def test_rows_times_weight_is_the_layer(layer):
+    # H Wᵀ must be the layer's own output: otherwise the features are not the layer's.
+    from gramlin.hooks import input_rows, output_rows
+
+    layer = layer.double()
+    shape = (3, 6, 8, 9) if isinstance(layer, nn.Conv2d) else (2, 3, 5)
+    (inputs,) = tensors(1, shape)
+    groups = getattr(layer, "groups", 1)
+    with torch.no_grad():
+        product = input_rows(layer, inputs) @ weight_matrix(layer.weight, groups).mT
+        bias = output_rows(layer, layer.bias.expand(1, 4, 1, 1).reshape(1, 4, 1) [..., None]) if groups > 1 else layer.bias
+        assert torch.allclose(product + bias, output_rows(layer, layer(inputs)), atol=TIGHT)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x + torch.tanh(self.inner(x))
+        return self.head(x + F.relu(self.inner(x), inplace=True))
+
+
+def test_equation_holds_in_a_residual_block_that_uses_a_layer_twice():
+    torch.manual_seed(0)
+    assert_equation_holds(Residual().double(), tensors(0, (6, 4))[0], lambda out: out.logsumexp(1).mean())
+
+
+def test_total_gradient_of_a_skip_connection_breaks_the_equation():
+    # The twin that must fail: with x + f(x), the total gradient of the features has the skip's term as well.
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+    (inputs,) = tensors(0, (6, 4))
+    inputs.requires_grad_()
+    (inputs + torch.tanh(layer(inputs))).square().mean().backward()
+    left = layer.weight.detach().T @ layer.weight.grad
+    assert relative_error(inputs.grad.T @ inputs.detach(), left) > 0.1
+
+
+def test_wrong_transpose_breaks_the_equation():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+    with record(nn.Sequential(layer)) as seen:
+        torch.tanh(layer(tensors(0, (6, 4))[0])).mean().backward()
+    left, right = feature_learning_sides(seen["0"])
+    assert relative_error(right.mT, left) > 0.1
+
+
+def test_several_backward_passes_add_up():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    with record(model) as seen:
+        out = model(tensors(0, (6, 4))[0])
+        out.mean().backward(retain_graph=True)
+        out.square().mean().backward()
+    left, right = feature_learning_sides(seen["0"])
+    assert torch.allclose(left, right, rtol=TIGHT, atol=TIGHT)
+
+
+def test_an_unused_call_has_zero_gradient():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3).double()
+    a, b = tensors(0, (2, 4), (5, 4))
+    with record(nn.Sequential(layer)) as seen:
+        layer(a)
+        layer(b).sum().backward()
+    assert seen["0"].features.shape == (7, 4)
+    assert torch.equal(seen["0"].deltas[:2], torch.zeros(2, 3, dtype=torch.float64))
+
+
+@few
+@given(n=sizes, d=sizes, k=sizes, lr=st.floats(1e-3, 2), seed=seeds)
+def test_gram_shift_minus_virtual_shift_is_the_second_order_gap(n, d, k, lr, seed):
+    features, deltas, weight = tensors(seed, (n, d), (n, k), (k, d))
+    gradient = deltas @ weight
+    actual = gram_shift(weight, weight - lr * deltas.T @ features)
+    virtual = virtual_covariance_shift(features, gradient, lr)
+    gap = second_order_gap(features, deltas, weight, lr)
+    scale = 1 + actual.norm() + virtual.norm()
+    assert (actual - virtual - gap).norm() <= TIGHT * scale
+
+
+@few
+@given(n=sizes, d=sizes, lr=st.floats(1e-3, 2), seed=seeds)
+def test_virtual_shift_is_that_of_the_virtual_update(n, d, lr, seed):
+    features, gradient = tensors(seed, (n, d), (n, d))
+    moved = virtual_update(features, gradient, lr)
+    expected = moved.T @ moved - features.T @ features
+    assert torch.allclose(virtual_covariance_shift(features, gradient, lr), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gap_falls_as_the_square_of_the_learning_rate():
+    features, deltas, weight = tensors(0, (8, 5), (8, 3), (3, 5))
+    gaps = []
+    for lr in (1e-2, 1e-3):
+        actual = gram_shift(weight, weight - lr * deltas.T @ features)
+        gaps.append((actual - virtual_covariance_shift(features, deltas @ weight, lr)).norm().item())
+    assert math.isclose(gaps[0] / gaps[1], 100, rel_tol=1e-6)
+
+
+@few
+@given(k=sizes, d=sizes, seed=seeds)
+def test_gram_is_invariant_to_left_rotation(k, d, seed):
+    weight, square = tensors(seed, (k, d), (k, k))
+    rotation = torch.linalg.qr(square).Q
+    assert torch.allclose(weight_gram(rotation @ weight), weight_gram(weight), atol=TIGHT * (1 + weight.norm().item() ** 2))
+
+
+def test_gram_of_a_convolution_is_that_of_its_patches():
+    (weight,) = tensors(0, (6, 2, 3, 4))
+    assert weight_gram(weight).shape == (24, 24)
+    grouped = weight_gram(weight, groups=3)
+    assert grouped.shape == (3, 24, 24)
+    assert torch.allclose(grouped.sum(0), weight_gram(weight), atol=TIGHT)
+
+
+def test_gram_shift_keeps_a_small_step_that_a_difference_loses():
+    (weight,) = tensors(0, (30, 20))
+    weight, step = weight.float() * 100, 1e-4 * torch.ones(30, 20)
+    after = weight + step
+    exact = weight_gram(after.double()) - weight_gram(weight.double())
+    naive = weight_gram(after) - weight_gram(weight)
+    assert relative_error(gram_shift(weight, after), exact) < 1e-3 < relative_error(naive, exact)
+
+
+# ---- AGOP ----
+
+
+@few
+@given(n=sizes, d=sizes, k=sizes, outputs=st.integers(1, 4), chunk=st.integers(1, 9), seed=seeds)
+def test_agop_is_the_mean_of_jacobian_products(n, d, k, outputs, chunk, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(d, k), nn.Tanh(), nn.Linear(k, outputs)).double()
+    (inputs,) = tensors(seed, (n, d))
+    expected = torch.zeros(d, d, dtype=torch.float64)
+    for point in inputs:  # one output at a time, by plain backward passes
+        for output in range(outputs):
+            leaf = point.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(leaf[None])[0, output], leaf)
+            expected += torch.outer(gradient, gradient) / n
+    assert torch.allclose(agop(model, inputs, chunk_size=chunk), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_agop_of_a_linear_map_is_its_gram():
+    weight, inputs = tensors(0, (3, 5), (7, 5))
+    assert torch.allclose(agop(lambda x: x @ weight.T, inputs), weight_gram(weight), atol=TIGHT)
+
+
+def test_agop_of_the_input_is_that_of_the_preactivation_between_the_weight():
+    torch.manual_seed(0)
+    first, rest = nn.Linear(5, 4).double(), nn.Sequential(nn.GELU(), nn.Linear(4, 3)).double()
+    (inputs,) = tensors(0, (9, 5))
+    weight = first.weight.detach()
+    inner = agop(rest, first(inputs))
+    assert torch.allclose(agop(nn.Sequential(first, rest), inputs), weight.T @ inner @ weight, atol=TIGHT)
+
+
+def test_agop_takes_images_and_scalar_functions():
+    (images,) = tensors(0, (4, 2, 3, 3))
+    result = agop(lambda x: x.square().sum(dim=(1, 2, 3)), images)
+    rows = 2 * images.flatten(1)
+    assert torch.allclose(result, rows.T @ rows / 4, atol=TIGHT)
+
+
+@pytest.mark.parametrize("mixer", [nn.BatchNorm1d(3), nn.Dropout(0.5)], ids=["batch-norm", "dropout"])
+def test_agop_refuses_a_function_that_mixes_samples_or_draws(mixer):
+    with pytest.raises(ValueError, match=r"each sample by itself.*\.eval\(\)"):
+        agop(nn.Sequential(nn.Linear(5, 3), mixer), torch.randn(4, 5))
+
+
+# ---- correlation ----
+
+
+@few
+@given(seed=seeds, scale=st.floats(0.1, 10), offset=st.floats(-3, 3))
+def test_correlation_is_pearsons_and_blind_to_scale_and_offset(seed, scale, offset):
+    a, b = tensors(seed, (4, 6), (4, 6))
+    expected = np.corrcoef(a.flatten(), b.flatten())[0, 1]
+    assert matrix_correlation(a, b) == pytest.approx(expected, abs=1e-12)
+    assert matrix_correlation(scale * a + offset, b) == pytest.approx(expected, abs=1e-10)
+    assert matrix_correlation(a, a) == pytest.approx(1, abs=1e-12)
+
+
+# ---- VirtualCovariance ----
+
+
+def loss_of(model, inputs):
+    return model(inputs).square().mean()
+
+
+def test_virtual_covariance_sums_single_steps_and_follows_the_schedule():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    virtual = VirtualCovariance(model[0], optimizer)
+    expected = torch.zeros(5, 5, dtype=torch.float64)
+    for step in range(6):
+        (inputs,) = tensors(step, (8, 5))
+        optimizer.zero_grad()
+        with record(model, ["0"]) as seen:
+            loss_of(model, inputs).backward()
+        lr = optimizer.param_groups[0]["lr"]
+        gradient = seen["0"].feature_gradients
+        exact = virtual_covariance_shift(seen["0"].features, gradient, lr)
+        expected += exact - lr**2 * gradient.T @ gradient
+        optimizer.step()
+        scheduler.step()
+    assert virtual.steps == 6
+    assert relative_error(virtual.shift, expected) < TIGHT
+
+
+def test_plain_descent_differs_from_the_virtual_sum_by_its_squared_gradients():
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 4).double()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.3)
+    virtual = VirtualCovariance(layer, optimizer)
+    before, squares = layer.weight.detach().clone(), torch.zeros(5, 5, dtype=torch.float64)
+    for step in range(5):
+        optimizer.zero_grad()
+        torch.tanh(layer(tensors(step, (8, 5))[0])).square().mean().backward()
+        squares += 0.3**2 * layer.weight.grad.T @ layer.weight.grad
+        optimizer.step()
+    assert relative_error(virtual.shift + squares, gram_shift(before, layer.weight.detach())) < TIGHT
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_virtual_covariance_of_a_convolution(groups):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, (2, 3), stride=2, padding=1, groups=groups).double()
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    virtual = VirtualCovariance(conv, optimizer)
+    with record(nn.Sequential(conv)) as seen:
+        loss_of(conv, tensors(0, (3, 4, 7, 6))[0]).backward()
+    expected = virtual_covariance_shift(seen["0"].features, seen["0"].feature_gradients, 0.1)
+    expected -= 0.01 * seen["0"].feature_gradients.mT @ seen["0"].feature_gradients
+    optimizer.step()
+    assert relative_error(virtual.shift, expected) < TIGHT
+
+
+def test_virtual_covariance_works_inside_a_residual_block():
+    torch.manual_seed(0)
+    model = Residual().double()
+    optimizer = torch.optim.Adam([{"params": model.head.parameters()}, {"params": model.inner.parameters(), "lr": 0.02}])
+    virtual = VirtualCovariance(model.inner, optimizer)
+    with record(model, ["inner"]) as seen:
+        loss_of(model, tensors(0, (6, 4))[0]).backward()
+    cross = seen["inner"].feature_gradients.T @ seen["inner"].features
+    optimizer.step()
+    assert relative_error(virtual.shift, -0.02 * (cross + cross.T)) < TIGHT
+
+
+def test_virtual_covariance_detaches_and_resets():
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    virtual = VirtualCovariance(layer, optimizer)
+    loss_of(layer, torch.ones(4, 3)).backward()
+    optimizer.step()
+    kept = virtual.shift
+    virtual.remove()
+    optimizer.step()
+    assert torch.equal(virtual.shift, kept)
+    assert kept.norm() > 0
+    assert not optimizer._optimizer_step_pre_hooks
+    virtual.reset()
+    assert virtual.steps == 0
+    assert virtual.shift.norm() == 0
+
+
+def test_virtual_covariance_skips_a_layer_without_gradient():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    virtual = VirtualCovariance(model[1], optimizer)
+    loss_of(model[0], torch.ones(4, 3)).backward()
+    optimizer.step()
+    assert virtual.steps == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_virtual_covariance_reads_true_gradients_under_a_gradient_scaler(fused):
+    shifts = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=fused)
+        virtual = VirtualCovariance(layer, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        scaler.scale(loss_of(layer, torch.ones(4, 3))).backward()
+        scaler.step(optimizer)
+        shifts.append(virtual.shift)
+    # A power of two scales exactly; only the order of roundings can differ.
+    assert torch.allclose(shifts[0], shifts[1], rtol=1e-6)
+
+
+def test_a_skipped_overflow_step_adds_nothing():
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    virtual = VirtualCovariance(layer, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(layer, torch.full((4, 3), 1e30))).backward()
+    scaler.step(optimizer)
+    assert virtual.steps == 0
+
+
+def test_maximize_turns_the_sign():
+    shifts = []
+    for maximize in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, maximize=maximize)
+        virtual = VirtualCovariance(layer, optimizer)
+        loss_of(layer, torch.ones(4, 3)).backward()
+        optimizer.step()
+        shifts.append(virtual.shift)
+    assert torch.equal(shifts[0], -shifts[1])
+
+
+def test_half_precision_weights_are_summed_in_single():
+    layer = nn.Linear(3, 2, dtype=torch.bfloat16)
+    virtual = VirtualCovariance(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert virtual.shift.dtype == torch.float32
+
+
+# ---- errors: what was wrong, what was got, what to pass ----
+
+ones = torch.ones(3, 4)
+BAD_CALLS = {
+    "gram of a vector": (lambda: weight_gram(torch.ones(3)), ValueError, r"two axes.*\(3,\)"),
+    "gram of integers": (lambda: weight_gram(torch.ones(3, 4, dtype=torch.int64)), TypeError, "torch.int64.*floating"),
+    "gram of a list": (lambda: weight_gram([[1.0]]), TypeError, "list.*floating"),
+    "gram with nan": (lambda: weight_gram(ones * math.nan), ValueError, "weight.*NaN"),
+    "groups that do not divide": (lambda: weight_gram(ones, groups=2), ValueError, "groups=2"),
+    "shift of two shapes": (lambda: gram_shift(ones, ones.T), ValueError, r"\(3, 4\).*\(4, 3\)"),
+    "virtual update of two shapes": (lambda: virtual_update(ones, ones[:2], 0.1), ValueError, r"\(3, 4\).*\(2, 4\)"),
+    "virtual shift with an infinite rate": (lambda: virtual_covariance_shift(ones, ones, math.inf), ValueError, "inf"),
+    "virtual shift with a rate in words": (lambda: virtual_covariance_shift(ones, ones, "0.1"), TypeError, "str"),
+    "gap with wrong axes": (lambda: second_order_gap(ones, ones, ones.T, 0.1), ValueError, r"expected \(n, d\)"),
+    "correlation with a constant": (lambda: matrix_correlation(ones, ones), ValueError, "all entries equal"),
+    "correlation of two shapes": (lambda: matrix_correlation(ones, ones.T), ValueError, "must agree"),
+    "agop of nothing": (lambda: agop(lambda x: x, torch.ones(0, 3)), ValueError, "at least one sample"),
+    "agop of a reduction": (lambda: agop(lambda x: x.sum(), ones), ValueError, r"expected \(n, K\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS, ids=lambda case: case.replace(" ", "-"))
+@pytest.mark.no_shape_checks
+def test_bad_input_is_named(case):
+    call, kind, words = BAD_CALLS[case]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_a_foreign_layer_is_refused():
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="none of the parameter groups"):
+        VirtualCovariance(layer, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"LayerNorm.*nn\.Linear and nn\.Conv2d"):
+        VirtualCovariance(nn.LayerNorm(3), torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_a_closure_is_refused():
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    VirtualCovariance(layer, optimizer)
+    with pytest.raises(ValueError, match="without a closure"):
+        optimizer.step(lambda: 1.0)
+
+
+def test_recording_says_what_is_missing():
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    with pytest.raises(ValueError, match=r"no layer 'head' in the model; it has 0, 1"), record(model, ["head"]):
+        pass
+    with pytest.raises(TypeError, match="layer '1' is ReLU"), record(model, ["1"]):
+        pass
+    with pytest.raises(ValueError, match="no nn.Linear or nn.Conv2d"), record(nn.ReLU()):
+        pass
+    with record(model) as seen:
+        pass
+    with pytest.raises(ValueError, match="not called"):
+        _ = seen["0"].features
+    with record(model) as seen:
+        model(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="loss.backward"):
+        _ = seen["0"].deltas
+
+
+def test_recording_notices_an_overwritten_input():
+    model, inputs = nn.Sequential(nn.Linear(3, 2)), torch.ones(4, 3)
+    with pytest.raises(ValueError, match="changed in place"), record(model):
+        with torch.no_grad():
+            model(inputs)
+        inputs.zero_()
+
+
+def test_recording_leaves_no_hook_behind():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="stop"), record(model):
+        raise RuntimeError("stop")
+    assert not model[0]._forward_hooks
