@@ -349,7 +349,9 @@ def _key(root: Path, chapter: Path, parameters: dict) -> str:
     notebook = json.loads(chapter.read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         digest.update(json.dumps([cell["cell_type"], cell["source"], cell["metadata"]], sort_keys=True).encode())
-    for path in sorted([*(root / "gramlin").rglob("*.py"), *(root / "results").rglob("*.json"), root / "constraints.txt"]):
+    for path in sorted(
+        [*(root / "gramlin").rglob("*.py"), *(root / "results").rglob("*.json"), root / "constraints.txt"]
+    ):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 

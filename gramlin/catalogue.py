@@ -61,7 +61,13 @@ CATALOGUE = {
         Entry("swiss-roll", "generated", (2,), 1_000, 1_000, "generated: gramlin.data.swiss_roll", "none needed"),
         Entry("staircase", "generated", (10,), 1_000, 1_000, "generated: gramlin.data.staircase", "none needed"),
         Entry(
-            "modular-addition", "generated", (122,), 2_605, 1_116, "generated: gramlin.data.modular_addition", "none needed"
+            "modular-addition",
+            "generated",
+            (122,),
+            2_605,
+            1_116,
+            "generated: gramlin.data.modular_addition",
+            "none needed",
         ),
         Entry(
             "mnist",

@@ -37,7 +37,11 @@ def main() -> None:
 
 
 _profile = click.option(
-    "--profile", type=click.Choice(book.PROFILES), default="quick", show_default=True, help="quick: a minute; paper: hours."
+    "--profile",
+    type=click.Choice(book.PROFILES),
+    default="quick",
+    show_default=True,
+    help="quick: a minute; paper: hours.",
 )
 _device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
 
@@ -139,7 +143,11 @@ def results(experiment, results_dir) -> None:
             }
             for run in runs
         ]
-        click.echo(_table(rows) if rows else f"no finished runs{f' of {experiment}' if experiment else ''} in {store.directory}")
+        click.echo(
+            _table(rows)
+            if rows
+            else f"no finished runs{f' of {experiment}' if experiment else ''} in {store.directory}"
+        )
     for problem in problems:
         click.echo(problem, err=True)
     if problems:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -375,24 +375,23 @@ def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
 # ---- Folders of images --------------------------------------------------------------------------------------------
 
 
-def _load_folder(
-    name: str, tree: Path, directory: Path, image_size: int | None, source: str, licence: str
-) -> Dataset:
-    paths, labels, classes = {}, {}, {}
+def _load_folder(name: str, tree: Path, directory: Path, image_size: int | None, source: str, licence: str) -> Dataset:
+    files, labels, classes = {}, {}, {}
     for split in ("train", "test"):
         if not (tree / split).is_dir():
             raise DataError(f"{tree / split} is not a folder; expected {tree}/train/CLASS/* and {tree}/test/CLASS/*")
         classes[split] = sorted(path.name for path in (tree / split).iterdir() if path.is_dir())
-        paths[split], labels[split] = _image_files(tree / split, classes[split])
+        files[split], labels[split] = _image_files(tree / split, classes[split])
     if classes["train"] != classes["test"]:
         odd = sorted(set(classes["train"]) ^ set(classes["test"]))
         raise DataError(f"{tree}: train and test must have the same classes, but {', '.join(odd)} is in one only")
     label = re.sub(r"[^\w.-]+", "-", tree.resolve().name)
-    cache = directory / "cache" / f"{label}-{_tree_key(tree, paths, image_size)}.npz"
+    cache = directory / "cache" / f"{label}-{_tree_key(tree, files, image_size)}.npz"
     if cache.exists():
         arrays = _read_arrays(cache, "delete it, and it is made anew")
     else:
         arrays = {"classes": np.array(classes["train"])}
+        paths = {split: [Path(file.path) for file in found] for split, found in files.items()}
         grey = all(_is_grey(path) for split in paths.values() for path in split)
         for split in paths:
             arrays[f"{split}_inputs"] = _decode(paths[split], grey, image_size, f"{tree.name}/{split}")
@@ -404,28 +403,46 @@ def _load_folder(
     return _images(name, arrays, source, licence)
 
 
-def _image_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
+# What torchvision's ImageFolder takes; importing it for this list would cost more than reading the cache.
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
-    paths, labels = [], []
+
+@dataclass(frozen=True)
+class _ImageFile:
+    path: str
+    size: int
+    modified_ns: int
+
+
+def _scan(folder: str | Path) -> Iterator[_ImageFile]:
+    # os.scandir: a tree of 60,000 images is looked through at each load, and pathlib takes seconds for that.
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _scan(entry.path)
+            elif entry.name.lower().endswith(_IMAGE_SUFFIXES):
+                stat = entry.stat()
+                yield _ImageFile(entry.path, stat.st_size, stat.st_mtime_ns)
+
+
+def _image_files(folder: Path, classes: Sequence[str]) -> tuple[list[_ImageFile], list[int]]:
+    files, labels = [], []
     for label, name in enumerate(classes):
-        found = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+        found = sorted(_scan(folder / name), key=lambda file: file.path)
         if not found:
-            raise DataError(f"{folder / name} has no images ({', '.join(IMG_EXTENSIONS)})")
-        paths += found
+            raise DataError(f"{folder / name} has no images ({', '.join(_IMAGE_SUFFIXES)})")
+        files += found
         labels += [label] * len(found)
-    if not paths:
+    if not files:
         raise DataError(f"{folder} has no folders of images; expected one a class")
-    return paths, labels
+    return files, labels
 
 
-def _tree_key(tree: Path, paths: dict[str, list[Path]], image_size: int | None) -> str:
+def _tree_key(tree: Path, files: dict[str, list[_ImageFile]], image_size: int | None) -> str:
     """Changes when a file is added, removed, renamed, resized or touched."""
-    digest = hashlib.sha256(f"{tree.resolve()} {image_size}".encode())
-    for path in (path for split in paths.values() for path in split):
-        stat = path.stat()
-        digest.update(f"{path.relative_to(tree)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]
+    lines = [f"{tree.resolve()} {image_size}"]
+    lines += [f"{file.path} {file.size} {file.modified_ns}" for split in files.values() for file in split]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _open_image(path: Path):

@@ -29,24 +29,16 @@ class Experiment:
     Attributes:
         name: the folder of its runs in the store.
         measure: takes the settings and ``device`` as keyword arguments and returns the metrics, as JSON values.
-        paper_scale: the settings of the runs that the chapter's stored figures are drawn from.
     """
 
     name: str
     measure: Callable[..., dict]
-    paper_scale: tuple[dict, ...]
-
-
-def stored(experiment: Experiment, store: ResultsStore) -> tuple[list[Run], int]:
-    """The finished paper-scale runs, and how many are still missing."""
-    runs = [run for run in (store.get(experiment.name, each) for each in experiment.paper_scale) if run]
-    return runs, len(experiment.paper_scale) - len(runs)
 
 
 def sweep(
     experiment: Experiment,
     store: ResultsStore,
-    settings: Sequence[dict] | None = None,
+    settings: Sequence[dict],
     *,
     device: str | torch.device = "cpu",
     workers: int | None = None,
@@ -58,14 +50,13 @@ def sweep(
     Args:
         experiment: what to run.
         store: where finished runs are kept.
-        settings: the runs; by default ``experiment.paper_scale``.
+        settings: of the runs.
         device: where to run.
         workers: processes side by side; by default one a core, and no process of its own for one run.
 
     Raises:
         ResultsError: a stored run is damaged or was edited.
     """
-    settings = list(experiment.paper_scale if settings is None else settings)
     missing = [each for each in settings if store.get(experiment.name, each) is None]
     if workers is None:
         workers = (os.cpu_count() or 1) if torch.device(device).type == "cpu" else 1
@@ -144,8 +135,8 @@ def measure_gram_shift(
     Returns:
         Lists over epochs from 1: ``train_loss``; ``test_accuracy`` in [0, 1]; Pearson correlations with the Gram shift
         since initialisation of the accumulated virtual covariance shift (``rho_virtual``), of AGOP over the training
-        split (``rho_agop``) and of its square root (``rho_agop_sqrt``); the correlation of the Gram matrix itself
-        with that square root (``rho_gram_agop_sqrt``), as the Neural Feature Ansatz has it; and ``gap``, the norm of
+        split (``rho_agop``) and of its square root (``rho_agop_sqrt``); the correlations of the Gram matrix itself with
+        those two (``rho_gram_agop``, ``rho_gram_agop_sqrt``), which is what the Neural Feature Ansatz speaks of; and ``gap``, the norm of
         (virtual covariance shift − Gram shift) over that of the Gram shift.
     """
     split = data.load(dataset, device=device)
@@ -175,6 +166,7 @@ def measure_gram_shift(
             "rho_virtual": matrix_correlation(shift, virtual_shift),
             "rho_agop": matrix_correlation(shift, agop_input),
             "rho_agop_sqrt": matrix_correlation(shift, agop_sqrt),
+            "rho_gram_agop": matrix_correlation(weight_gram(weight), agop_input),
             "rho_gram_agop_sqrt": matrix_correlation(weight_gram(weight), agop_sqrt),
             "gap": relative_error(virtual_shift, shift),
         }
@@ -190,6 +182,26 @@ def measure_gram_shift(
         record=compare,
     )
     return {key: [row[key] for row in history[1:]] for key in history[1]}
+
+
+GRAM_SHIFT = Experiment("gram-shift", measure_gram_shift)
+
+
+def gram_shift_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+    """The paper-scale runs of chapter 1, most telling first: plain SGD, then what might change the answer."""
+    plain = {
+        "dataset": dataset,
+        "method": "sgd",
+        "lr": 0.01,
+        "momentum": 0.0,
+        "standardize": True,
+        "hidden": 256,
+        "activation": "relu",
+        "batch_size": 128,
+        "epochs": 10,
+    }
+    variants = [{}, {"lr": 0.05}, {"momentum": 0.9}, {"method": "adam", "lr": 0.001}, {"standardize": False}]
+    return [{**plain, **variant, "seed": seed} for variant in variants for seed in seeds]
 
 
 def _optimizer(method: str, model: torch.nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:

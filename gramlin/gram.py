@@ -50,9 +50,7 @@ def gram_shift(
     """
     _check_numbers(before=before, after=after)
     if before.shape != after.shape:
-        raise ValueError(
-            f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree"
-        )
+        raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
     step = weight_matrix(after - before, groups)
     cross = weight_matrix(before, groups).mT @ step
     return cross + cross.mT + step.mT @ step
@@ -75,9 +73,7 @@ def feature_learning_sides(
     """
     weight = record.layer.weight
     if weight.grad is None:
-        raise ValueError(
-            f"layer {record.name!r} has no weight.grad: call loss.backward() with the weight unfrozen"
-        )
+        raise ValueError(f"layer {record.name!r} has no weight.grad: call loss.backward() with the weight unfrozen")
     groups = getattr(record.layer, "groups", 1)
     left = weight_matrix(weight.detach(), groups).mT @ weight_matrix(weight.grad, groups)
     return left, record.feature_gradients.mT @ record.features
@@ -285,9 +281,7 @@ class VirtualCovariance:
         for group in optimizer.param_groups:
             if any(parameter is self._weight for parameter in group["params"]):
                 return group
-        raise ValueError(
-            "the optimizer does not train this layer: its weight is in none of the parameter groups"
-        )
+        raise ValueError("the optimizer does not train this layer: its weight is in none of the parameter groups")
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -307,8 +301,7 @@ class VirtualCovariance:
         group = self._parameter_group(optimizer)
         rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
         weight, gradient = (
-            weight_matrix(matrix.detach(), self._groups).to(self._sum.dtype)
-            for matrix in (self._weight, gradient)
+            weight_matrix(matrix.detach(), self._groups).to(self._sum.dtype) for matrix in (self._weight, gradient)
         )
         # One product a step: the symmetric half is taken when the sum is read.
         if self._groups == 1:
@@ -327,9 +320,7 @@ def _check_numbers(**tensors: Tensor) -> None:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} has NaN or infinite entries")
     devices = {str(tensor.device) for tensor in tensors.values()}
     if len(devices) > 1:
-        raise ValueError(
-            f"{', '.join(tensors)} are on several devices, {', '.join(sorted(devices))}; move them to one"
-        )
+        raise ValueError(f"{', '.join(tensors)} are on several devices, {', '.join(sorted(devices))}; move them to one")
 
 
 def _check_learning_rate(lr: float) -> None:

@@ -49,9 +49,7 @@ def input_rows(layer: nn.Module, inputs: Float[Tensor, "..."]) -> Float[Tensor, 
     # `_reversed_padding_repeated_twice` also resolves padding="same" and the padding modes, as the layer does.
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
-    patches = F.unfold(
-        padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride
-    )  # (B, in·kh·kw, P)
+    patches = F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)  # (B, in·kh·kw, P)
     return _rows_of_groups(patches, layer.groups)
 
 
@@ -71,9 +69,7 @@ def _rows_of_groups(columns: Float[Tensor, "B c P"], groups: int) -> Float[Tenso
 def check_layer(layer: nn.Module, name: str = "the layer") -> None:
     """Raise ``TypeError`` unless the layer is a matrix product on rows: ``nn.Linear`` or ``nn.Conv2d``."""
     if not isinstance(layer, SUPPORTED_LAYERS):
-        raise TypeError(
-            f"{name} is {type(layer).__name__}; only nn.Linear and nn.Conv2d have a weight Gram matrix"
-        )
+        raise TypeError(f"{name} is {type(layer).__name__}; only nn.Linear and nn.Conv2d have a weight Gram matrix")
 
 
 @dataclass
@@ -103,9 +99,7 @@ class LayerRecord:
     def features(self) -> Float[Tensor, "*groups n d"]:
         """H: the rows that entered the layer."""
         if not self._calls:
-            raise ValueError(
-                f"layer {self.name!r} was not called: run the model inside the `with record(…)` block"
-            )
+            raise ValueError(f"layer {self.name!r} was not called: run the model inside the `with record(…)` block")
         return torch.cat([input_rows(self.layer, call.inputs) for call in self._calls], dim=-2)
 
     @property
@@ -179,9 +173,7 @@ def _recorder(calls: list[_Call]):
 
         def keep_gradient(gradient: Tensor) -> None:
             gradient = gradient.detach()
-            call.output_gradient = (
-                gradient if call.output_gradient is None else call.output_gradient + gradient
-            )
+            call.output_gradient = gradient if call.output_gradient is None else call.output_gradient + gradient
 
         if output.requires_grad:
             output.register_hook(keep_gradient)

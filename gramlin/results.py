@@ -136,7 +136,9 @@ class ResultsStore:
         if checksum != _digest({"format": FORMAT, **content}):
             raise ResultsError(f"{path} was changed after it was written: its checksum does not fit; {advice}")
         if path != self.path(run.experiment, run.settings):
-            raise ResultsError(f"{path} holds a run that belongs in {self.path(run.experiment, run.settings)}; {advice}")
+            raise ResultsError(
+                f"{path} holds a run that belongs in {self.path(run.experiment, run.settings)}; {advice}"
+            )
         return run
 
 

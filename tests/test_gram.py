@@ -53,7 +53,15 @@ ACTIVATIONS = [nn.ReLU, nn.GELU, nn.Tanh, nn.Identity]
 
 
 @few
-@given(n=sizes, d=sizes, k=sizes, classes=st.integers(2, 5), bias=st.booleans(), act=st.sampled_from(ACTIVATIONS), seed=seeds)
+@given(
+    n=sizes,
+    d=sizes,
+    k=sizes,
+    classes=st.integers(2, 5),
+    bias=st.booleans(),
+    act=st.sampled_from(ACTIVATIONS),
+    seed=seeds,
+)
 @pytest.mark.parametrize("loss", ["mse", "cross-entropy"])
 def test_equation_holds_in_any_mlp(loss, n, d, k, classes, bias, act, seed):
     torch.manual_seed(seed)
@@ -204,7 +212,9 @@ def test_gap_falls_as_the_square_of_the_learning_rate():
 def test_gram_is_invariant_to_left_rotation(k, d, seed):
     weight, square = tensors(seed, (k, d), (k, k))
     rotation = torch.linalg.qr(square).Q
-    assert torch.allclose(weight_gram(rotation @ weight), weight_gram(weight), atol=TIGHT * (1 + weight.norm().item() ** 2))
+    assert torch.allclose(
+        weight_gram(rotation @ weight), weight_gram(weight), atol=TIGHT * (1 + weight.norm().item() ** 2)
+    )
 
 
 def test_gram_of_a_convolution_is_that_of_its_patches():
@@ -342,7 +352,9 @@ def test_virtual_covariance_of_a_convolution(groups):
 def test_virtual_covariance_works_inside_a_residual_block():
     torch.manual_seed(0)
     model = Residual().double()
-    optimizer = torch.optim.Adam([{"params": model.head.parameters()}, {"params": model.inner.parameters(), "lr": 0.02}])
+    optimizer = torch.optim.Adam(
+        [{"params": model.head.parameters()}, {"params": model.inner.parameters(), "lr": 0.02}]
+    )
     virtual = VirtualCovariance(model.inner, optimizer)
     with record(model, ["inner"]) as seen:
         loss_of(model, tensors(0, (6, 4))[0]).backward()
@@ -427,13 +439,25 @@ def test_half_precision_weights_are_summed_in_single():
 ones = torch.ones(3, 4)
 BAD_CALLS = {
     "gram of a vector": (lambda g: g.weight_gram(torch.ones(3)), ValueError, r"two axes.*\(3,\)"),
-    "gram of integers": (lambda g: g.weight_gram(torch.ones(3, 4, dtype=torch.int64)), TypeError, "torch.int64.*floating"),
+    "gram of integers": (
+        lambda g: g.weight_gram(torch.ones(3, 4, dtype=torch.int64)),
+        TypeError,
+        "torch.int64.*floating",
+    ),
     "gram of a list": (lambda g: g.weight_gram([[1.0]]), TypeError, "list.*floating"),
     "gram with nan": (lambda g: g.weight_gram(ones * math.nan), ValueError, "weight.*NaN"),
     "groups that do not divide": (lambda g: g.weight_gram(ones, groups=2), ValueError, "groups=2"),
     "shift of two shapes": (lambda g: g.gram_shift(ones, ones.T), ValueError, r"\(3, 4\).*\(4, 3\)"),
-    "virtual update of two shapes": (lambda g: g.virtual_update(ones, ones[:2], 0.1), ValueError, r"\(3, 4\).*\(2, 4\)"),
-    "virtual shift with an infinite rate": (lambda g: g.virtual_covariance_shift(ones, ones, math.inf), ValueError, "inf"),
+    "virtual update of two shapes": (
+        lambda g: g.virtual_update(ones, ones[:2], 0.1),
+        ValueError,
+        r"\(3, 4\).*\(2, 4\)",
+    ),
+    "virtual shift with an infinite rate": (
+        lambda g: g.virtual_covariance_shift(ones, ones, math.inf),
+        ValueError,
+        "inf",
+    ),
     "virtual shift with a rate in words": (lambda g: g.virtual_covariance_shift(ones, ones, "0.1"), TypeError, "str"),
     "gap with wrong axes": (lambda g: g.second_order_gap(ones, ones, ones.T, 0.1), ValueError, r"expected \(n, d\)"),
     "correlation with a constant": (lambda g: g.matrix_correlation(ones, ones), ValueError, "all entries equal"),
