@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,19 +101,21 @@ def check_parameters(
     return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory)
 
 
-def claims(rows: Iterable[tuple[str, str, bool]]) -> None:
+def claims(rows: Iterable[tuple[str, str, bool | None]]) -> None:
     """Print a chapter's claims, one a line, and raise if one does not hold.
 
     Args:
-        rows: (id, what is claimed, whether it holds). The text is fixed: no numbers that vary from run to run.
+        rows: (id, what is claimed, whether it holds, or None if it has not been run). The text is fixed: no numbers
+            that vary from run to run.
 
     Raises:
         ClaimError: after all lines have been printed; names the claims that do not hold.
     """
     rows = list(rows)
     for name, text, holds in rows:
-        print(f"{name:<4} {'ok' if holds else 'FAILED':<7} {text}")
-    failed = [name for name, _, holds in rows if not holds]
+        word = "not run" if holds is None else "ok" if holds else "FAILED"
+        print(f"{name:<4} {word:<7} {text}")
+    failed = [name for name, _, holds in rows if holds is not None and not holds]
     if failed:
         raise ClaimError(f"these claims do not hold in this run: {', '.join(failed)}")
 
@@ -293,7 +294,8 @@ def build(
     package, the stored runs or the parameters have changed.
 
     Args:
-        profile, device: parameters of the chapters.
+        profile: parameter of the chapters.
+        device: parameter of the chapters.
         strict: whether a warning of the renderer is an error.
         progress: as in ``execute``.
 

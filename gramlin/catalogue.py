@@ -125,7 +125,7 @@ CATALOGUE = {
             (3, 32, 32),
             50_000,
             10_000,
-            f"CIFAR-10 re-encoded as JPEG, which loses detail, so that figures on it are not figures on CIFAR-10: {_TINY}",
+            f"CIFAR-10 re-encoded as JPEG: lossy, so figures on it are not figures on CIFAR-10; {_TINY}",
             "not stated by its authors",
             "cifar10-jpeg/{train,test}/CLASS/*.jpg",
         ),

@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -121,7 +120,6 @@ def load(
                 raise DataError(_missing(entry, directory))
             dataset = _load_folder(name, tree, directory, image_size, entry.source, entry.licence)
         elif entry.origin == "torchvision":
-            _check_files(entry, directory)
             dataset = _load_torchvision(entry, directory)
         else:
             dataset = _MADE_HERE[name](entry)
@@ -332,19 +330,16 @@ def _files(entry: Entry, directory: Path) -> dict[Path, str]:
     return {directory / known.base_folder / name: md5 for name, md5 in listed}
 
 
-def _check_files(entry: Entry, directory: Path) -> None:
-    files = _files(entry, directory)
-    if not any(path.exists() for path in files):
-        raise DataError(_missing(entry, directory))
+def _check_sums(entry: Entry, files: dict[Path, str]) -> None:
     for path, md5 in files.items():
-        advice = f"delete it and run `gramlin data get {entry.name}`"
-        if not path.exists():
-            raise DataError(f"{path} is missing, though other files of {entry.name} are there; run {advice[18:]}")
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
         if found != md5:
             size = path.stat().st_size
-            raise DataError(f"{path} is damaged or half downloaded ({size} bytes, MD5 {found}, not {md5}); {advice}")
+            raise DataError(
+                f"{path} is damaged or half downloaded ({size} bytes, MD5 {found}, not {md5}); delete it and run "
+                f"`gramlin data get {entry.name}`"
+            )
 
 
 def _missing(entry: Entry, directory: Path) -> str:
@@ -360,6 +355,23 @@ def _missing(entry: Entry, directory: Path) -> str:
 
 
 def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
+    files = _files(entry, directory)
+    absent = [path for path in files if not path.exists()]
+    if len(absent) == len(files):
+        raise DataError(_missing(entry, directory))
+    if absent:
+        raise DataError(
+            f"{absent[0]} is missing, though other files of {entry.name} are there; run `gramlin data get {entry.name}`"
+        )
+    stats = {path: path.stat() for path in files}
+    cache = _cache_file(directory, entry.name, [f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats.items()])
+    if not cache.exists():
+        _check_sums(entry, files)
+        _write_arrays(cache, _torchvision_arrays(entry, directory))
+    return _images(entry.name, _read_arrays(cache, _CACHE_ADVICE), entry.source, entry.licence)
+
+
+def _torchvision_arrays(entry: Entry, directory: Path) -> dict[str, np.ndarray]:
     train, test = (_torchvision_class(entry.name)(directory, **options) for options in _split_options(entry.name))
     arrays = {}
     for split, part in (("train", train), ("test", test)):
@@ -369,7 +381,7 @@ def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
         arrays[f"{split}_inputs"] = pixels.reshape(-1, *entry.shape)
         arrays[f"{split}_targets"] = np.asarray(part.labels if entry.name == "svhn" else part.targets)
     arrays["classes"] = np.array(getattr(train, "classes", [str(digit) for digit in range(10)]))
-    return _images(entry.name, arrays, entry.source, entry.licence)
+    return arrays
 
 
 # ---- Folders of images --------------------------------------------------------------------------------------------
@@ -385,22 +397,16 @@ def _load_folder(name: str, tree: Path, directory: Path, image_size: int | None,
     if classes["train"] != classes["test"]:
         odd = sorted(set(classes["train"]) ^ set(classes["test"]))
         raise DataError(f"{tree}: train and test must have the same classes, but {', '.join(odd)} is in one only")
-    label = re.sub(r"[^\w.-]+", "-", tree.resolve().name)
-    cache = directory / "cache" / f"{label}-{_tree_key(tree, files, image_size)}.npz"
-    if cache.exists():
-        arrays = _read_arrays(cache, "delete it, and it is made anew")
-    else:
+    listing = [f"{file.path} {file.size} {file.modified_ns}" for found in files.values() for file in found]
+    cache = _cache_file(directory, tree.resolve().name, [f"{tree.resolve()} {image_size}", *listing])
+    if not cache.exists():
         arrays = {"classes": np.array(classes["train"])}
         paths = {split: [Path(file.path) for file in found] for split, found in files.items()}
-        grey = all(_is_grey(path) for split in paths.values() for path in split)
-        for split in paths:
-            arrays[f"{split}_inputs"] = _decode(paths[split], grey, image_size, f"{tree.name}/{split}")
-            arrays[f"{split}_targets"] = np.array(labels[split])
-        shapes = {arrays[f"{split}_inputs"].shape[1:] for split in paths}
-        if len(shapes) > 1:
-            raise DataError(f"{tree}: train and test images differ in size, {shapes}; pass image_size=…")
+        pixels = _decode(paths["train"] + paths["test"], image_size, tree.name)
+        arrays["train_inputs"], arrays["test_inputs"] = np.split(pixels, [len(paths["train"])])
+        arrays["train_targets"], arrays["test_targets"] = (np.array(labels[split]) for split in ("train", "test"))
         _write_arrays(cache, arrays)
-    return _images(name, arrays, source, licence)
+    return _images(name, _read_arrays(cache, _CACHE_ADVICE), source, licence)
 
 
 # What torchvision's ImageFolder takes; importing it for this list would cost more than reading the cache.
@@ -438,13 +444,6 @@ def _image_files(folder: Path, classes: Sequence[str]) -> tuple[list[_ImageFile]
     return files, labels
 
 
-def _tree_key(tree: Path, files: dict[str, list[_ImageFile]], image_size: int | None) -> str:
-    """Changes when a file is added, removed, renamed, resized or touched."""
-    lines = [f"{tree.resolve()} {image_size}"]
-    lines += [f"{file.path} {file.size} {file.modified_ns}" for split in files.values() for file in split]
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
-
-
 def _open_image(path: Path):
     from PIL import Image, UnidentifiedImageError
 
@@ -456,17 +455,20 @@ def _open_image(path: Path):
 
 def _is_grey(path: Path) -> bool:
     with _open_image(path) as image:
+        if image.mode.startswith(("I", "F")):
+            raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}); convert it to 8 bits")
         return image.mode in ("L", "1")
 
 
-def _decode(paths: list[Path], grey: bool, image_size: int | None, title: str) -> np.ndarray:
-    """Decode images to (n, C, H, W) bytes."""
+def _decode(paths: list[Path], image_size: int | None, title: str) -> np.ndarray:
+    """Decode images to (n, C, H, W) bytes: one channel if all are grey, else three."""
+    grey = all([_is_grey(path) for path in paths])
 
     def one(path: Path) -> np.ndarray:
         with _open_image(path) as image:
             try:
                 pixels = image.convert("L" if grey else "RGB")
-            except (OSError, SyntaxError) as error:  # SyntaxError is how PIL reports a broken PNG
+            except Exception as error:  # PIL's many decoders raise much besides OSError
                 raise DataError(f"{path} is truncated or damaged ({error}); replace or delete it") from error
         if image_size is not None:
             scale = image_size / min(pixels.size)
@@ -477,15 +479,23 @@ def _decode(paths: list[Path], grey: bool, image_size: int | None, title: str) -
         return array[None] if grey else array.transpose(2, 0, 1)
 
     shape = one(paths[0]).shape
+
+    def one_of_that_shape(path: Path) -> np.ndarray:
+        image = one(path)
+        if image.shape != shape:
+            raise DataError(
+                f"{path} has {_size(image.shape)} pixels, {paths[0]} {_size(shape)}; pass image_size=… to "
+                "scale and crop all images to one size"
+            )
+        return image
+
     result = np.empty((len(paths), *shape), dtype=np.uint8)
     with ThreadPoolExecutor() as pool:
-        images = tqdm(pool.map(one, paths), title, len(paths), unit="image", disable=not sys.stderr.isatty())
+        # An error inside the worker, unlike one in this loop, makes map() cancel the images still waiting.
+        images = tqdm(
+            pool.map(one_of_that_shape, paths), title, len(paths), unit="image", disable=not sys.stderr.isatty()
+        )
         for index, image in enumerate(images):
-            if image.shape != shape:
-                raise DataError(
-                    f"{paths[index]} has {_size(image.shape)} pixels, {paths[0]} {_size(shape)}; pass image_size=… to "
-                    "scale and crop all images to one size"
-                )
             result[index] = image
     return result
 
@@ -508,13 +518,37 @@ def _images(name: str, arrays: dict[str, np.ndarray], source: str, licence: str)
     return Dataset(name, *train, *test, tuple(map(str, arrays["classes"])), source, licence)
 
 
+_CACHE_ADVICE = "delete it, and it is made anew"
+
+
+def _cache_file(directory: Path, name: str, origin: list[str]) -> Path:
+    """Where decoded arrays are kept: another file as soon as an original is added, removed, resized or touched."""
+    key = hashlib.sha256("\n".join(origin).encode(errors="surrogateescape")).hexdigest()[:16]
+    return directory / "cache" / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', name)}-{key}.npz"
+
+
+_ARRAYS = {"train_inputs", "train_targets", "test_inputs", "test_targets", "classes"}
+
+
 def _read_arrays(path: Path, advice: str) -> dict[str, np.ndarray]:
-    """Read a .npz file whole; every member's CRC-32 is checked on the way."""
+    """Read a .npz file whole, and with it check every member's CRC-32.
+
+    ``np.load(path)`` would not do: zipfile checks a sum at the end of a member, which NumPy does not reach when a
+    damaged header claims fewer rows than there are.
+    """
+    arrays = {}
     try:
-        with np.load(path) as file:
-            return {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, KeyError, NotImplementedError) as error:
-        raise DataError(f"{path} is damaged ({error}); {advice}") from error
+        with zipfile.ZipFile(path) as file:
+            for name in file.namelist():
+                with file.open(name) as member:
+                    arrays[name.removesuffix(".npy")] = np.lib.format.read_array(member, allow_pickle=False)
+                    if member.read():
+                        raise ValueError(f"{name} has more bytes than its header says")
+    except Exception as error:  # damaged bytes raise whatever zipfile, the decompressors and NumPy come upon
+        raise DataError(f"{path} cannot be read or is damaged ({error}); {advice}") from error
+    if arrays.keys() != _ARRAYS:
+        raise DataError(f"{path} is damaged (it holds {sorted(arrays)}, not {sorted(_ARRAYS)}); {advice}")
+    return arrays
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
+from scipy import stats
 from tqdm import tqdm
 
 from gramlin import data
@@ -126,18 +128,22 @@ def measure_gram_shift(
     Args:
         dataset: a name for ``gramlin.data.load``.
         method: "sgd" or "adam".
-        lr, momentum: of the optimizer (Adam takes its usual moments; momentum must be 0).
+        lr: the learning rate.
+        momentum: of SGD; Adam keeps its usual moments, and this must be 0.
         standardize: whether inputs are shifted and scaled to mean 0 and variance 1 a channel.
-        hidden, activation: of the network d–hidden–K.
-        batch_size, epochs, seed: of the training.
+        hidden: units between input and output.
+        activation: as in ``gramlin.models.MLP``.
+        batch_size: samples a step.
+        epochs: passes over the training split.
+        seed: of the initial weights and the order of samples.
         device: where to run.
 
     Returns:
         Lists over epochs from 1: ``train_loss``; ``test_accuracy`` in [0, 1]; Pearson correlations with the Gram shift
         since initialisation of the accumulated virtual covariance shift (``rho_virtual``), of AGOP over the training
         split (``rho_agop``) and of its square root (``rho_agop_sqrt``); the correlations of the Gram matrix itself with
-        those two (``rho_gram_agop``, ``rho_gram_agop_sqrt``), which is what the Neural Feature Ansatz speaks of; and ``gap``, the norm of
-        (virtual covariance shift − Gram shift) over that of the Gram shift.
+        those two (``rho_gram_agop``, ``rho_gram_agop_sqrt``), which is what the Neural Feature Ansatz speaks of; and
+        ``gap``, the norm of (virtual covariance shift − Gram shift) over that of the Gram shift.
     """
     split = data.load(dataset, device=device)
     if standardize:
@@ -210,3 +216,110 @@ def _optimizer(method: str, model: torch.nn.Module, lr: float, momentum: float) 
     if method == "adam" and momentum == 0:
         return torch.optim.Adam(model.parameters(), lr=lr)
     raise ValueError(f"method is {method!r} with momentum {momentum}; pass 'sgd', or 'adam' with momentum 0")
+
+
+def _gram_shift_groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but their seed, under titles that tell the groups apart; plain SGD first."""
+
+    def rank(run: Run) -> tuple:
+        chosen = run.settings
+        return chosen["dataset"], chosen["method"] != "sgd", not chosen["standardize"], chosen["momentum"], chosen["lr"]
+
+    several = len({run.settings["dataset"] for run in runs}) > 1
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=rank):
+        chosen = run.settings
+        title = f"{chosen['dataset']}: " if several else ""
+        title += f"{_METHOD_NAMES[chosen['method']]}, η = {chosen['lr']:g}"
+        title += f", momentum {chosen['momentum']:g}" if chosen["momentum"] else ""
+        title += "" if chosen["standardize"] else ", raw inputs"
+        groups.setdefault(title, []).append(run)
+    return groups
+
+
+_METHOD_NAMES = {"sgd": "SGD", "adam": "Adam"}
+
+
+def gram_shift_panels(runs: Sequence[Run]) -> dict[str, list[dict]]:
+    """The metrics of chapter 1's stored runs, grouped for ``figures.plot_correlations``."""
+    return {title: [run.metrics for run in group] for title, group in _gram_shift_groups(runs).items()}
+
+
+def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 1's stored runs after their last epoch: mean ± standard deviation over seeds, a row a group."""
+    columns = {
+        "ρ(shift, virtual)": "rho_virtual",
+        "ρ(shift, AGOP)": "rho_agop",
+        "ρ(shift, √AGOP)": "rho_agop_sqrt",
+        "ρ(G, √AGOP)": "rho_gram_agop_sqrt",
+        "relative gap": "gap",
+        "test accuracy": "test_accuracy",
+    }
+    rows = {}
+    for title, group in _gram_shift_groups(runs).items():
+        rows[title] = {"data": group[0].settings["dataset"], "seeds": len(group)}
+        for name, key in columns.items():
+            rows[title][name] = mean_and_spread([run.metrics[key][-1] for run in group])
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["data", "seeds", *columns])
+
+
+@dataclass(frozen=True)
+class GramShiftVerdict:
+    """Claim C2 on the stored runs, by its rule.
+
+    Attributes:
+        dataset: what the runs trained on.
+        virtual, agop: the two correlations after the last epoch, mean ± standard deviation over seeds.
+        interval: 95% interval of the paired difference over seeds; None with fewer than two.
+        holds: whether the interval lies above 0; None while there is none.
+    """
+
+    dataset: str
+    virtual: str
+    agop: str
+    interval: tuple[float, float] | None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the claim holds; None if it has not been run."""
+        return None if self.interval is None else self.interval[0] > 0
+
+    def __str__(self) -> str:
+        if self.interval is None:
+            return "C2 at the paper's scale: not yet run"
+        word = "reproduced" if self.holds else "not reproduced"
+        low, high = self.interval
+        return f"C2 on {self.dataset}: difference of the correlations in [{low:.3f}, {high:.3f}]: {word}"
+
+
+def gram_shift_verdict(runs: Sequence[Run]) -> GramShiftVerdict:
+    """Judge C2 by plain SGD on standardised inputs, as ``gram_shift_settings`` has it first."""
+    groups = [group for title, group in _gram_shift_groups(runs).items() if title.endswith("SGD, η = 0.01")]
+    if not groups:
+        return GramShiftVerdict("none", "not yet run", "not yet run", None)
+    virtual, agop_ = ([run.metrics[key][-1] for run in groups[0]] for key in ("rho_virtual", "rho_agop"))
+    interval = paired_interval(virtual, agop_) if len(virtual) > 1 else None
+    return GramShiftVerdict(
+        groups[0][0].settings["dataset"], mean_and_spread(virtual), mean_and_spread(agop_), interval
+    )
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """The mean ± standard deviation over repetitions, in words."""
+    mean, n = sum(values) / len(values), len(values)
+    if n == 1:
+        return f"{mean:.3f}"
+    spread = (sum((value - mean) ** 2 for value in values) / (n - 1)) ** 0.5
+    return f"{mean:.3f} ± {spread:.3f}"
+
+
+def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Student's 95% interval of the mean of first − second, over paired repetitions.
+
+    Raises:
+        ValueError: fewer than two pairs.
+    """
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"got {len(first)} and {len(second)} values; pass at least two pairs")
+    result = stats.ttest_rel(first, second).confidence_interval(0.95)
+    return float(result.low), float(result.high)

@@ -24,7 +24,8 @@ def train(
     Args:
         model: on the device of the data.
         optimizer: over the model's parameters; stepped without a closure.
-        inputs, targets: the whole training split; the same number of rows.
+        inputs: the whole training split.
+        targets: as many rows as inputs.
         epochs: passes over the data.
         batch_size: rows a step, in a new random order each epoch (the last batch may be smaller); None for full
             batches, which are not shuffled.

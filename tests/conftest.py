@@ -18,8 +18,8 @@ def unchecked():
     sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
     try:
         package = importlib.import_module("gramlin")
-        for module in package._MODULES:
-            getattr(package, module)
+        for name in [*package._MODULES, *package._MODULE_OF]:
+            setattr(package, name, getattr(package, name))  # now, since a later look-up would find the checked modules
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "gramlin"]:
             del sys.modules[name]

@@ -1,0 +1,183 @@
+"""The book's one look; every figure is a function of results, and returns the figure it drew."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+# Okabe and Ito's colours, which people with colour-blindness tell apart; the same thing has the same colour throughout.
+COLORS = {
+    "gram": "#000000",
+    "virtual": "#0072B2",
+    "agop": "#D55E00",
+    "agop_sqrt": "#E69F00",
+    "gap": "#CC79A7",
+    "theory": "#767676",
+    "control": "#56B4E9",
+}
+LABELS = {"virtual": "virtual covariance shift", "agop": "AGOP", "agop_sqrt": "square root of AGOP"}
+TARGET_MAP = "viridis"
+
+
+def use_style() -> None:
+    """Set matplotlib to the book's look."""
+    plt.rcParams.update(
+        {
+            "axes.grid": True,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlesize": 10,
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 110,
+            "figure.facecolor": "white",
+            "font.size": 10,
+            "grid.alpha": 0.25,
+            "legend.frameon": False,
+            "legend.fontsize": 9,
+            "lines.linewidth": 1.8,
+            "savefig.facecolor": "white",
+        }
+    )
+
+
+def plot_one_step(lrs: ArrayLike, shift: ArrayLike, gap: ArrayLike, predicted: ArrayLike) -> Figure:
+    """Draw the norm of the Gram shift and of its gap to the virtual covariance shift, over the learning rate."""
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    axes.loglog(lrs, shift, "o-", color=COLORS["gram"], label="Gram shift")
+    axes.loglog(lrs, gap, "o-", color=COLORS["gap"], label="Gram shift − virtual covariance shift")
+    axes.loglog(lrs, predicted, "--", color=COLORS["theory"], label="second-order gap, as derived")
+    axes.set(xlabel="learning rate η", ylabel="Frobenius norm")
+    axes.legend()
+    return figure
+
+
+def plot_fixed_time(lrs: ArrayLike, gap: ArrayLike) -> Figure:
+    """Draw the relative gap after a fixed stretch of training time over the learning rate, with a line of slope 1."""
+    lrs, gap = np.asarray(lrs), np.asarray(gap)
+    figure, axes = plt.subplots(figsize=(6, 3.4))
+    axes.loglog(lrs, gap, "o-", color=COLORS["gap"], label="measured")
+    axes.loglog(lrs, gap[-1] * lrs / lrs[-1], "--", color=COLORS["theory"], label="slope 1")
+    axes.set(xlabel="learning rate η (steps × η is fixed)", ylabel="relative gap")
+    axes.legend()
+    return figure
+
+
+def _mean_and_spread(axes: Axes, x: ArrayLike, rows: ArrayLike, color: str, label: str) -> None:
+    rows = np.asarray(rows)
+    mean, spread = rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
+    axes.plot(x, mean, "o-", color=color, label=label, markersize=3)
+    axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, color=color, alpha=0.2, linewidth=0)
+
+
+def plot_correlations(panels: dict[str, Sequence[dict]]) -> Figure:
+    """Draw correlations with the Gram shift over epochs: a panel a title, mean ± 2 sd over its runs' metrics."""
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(3.2 * columns + 0.4, 2.9 * rows), sharex=True, sharey=True, squeeze=False
+    )
+    for axes, (title, metrics) in zip(grid.flat, panels.items(), strict=False):
+        for name in ("virtual", "agop", "agop_sqrt"):
+            values = [run[f"rho_{name}"] for run in metrics]
+            _mean_and_spread(axes, metrics[0]["epoch"], values, COLORS[name], LABELS[name])
+        axes.set_title(title)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("correlation ρ")
+    for index, axes in enumerate(grid.flat[: len(panels)]):
+        if index + columns >= len(panels):
+            axes.set_xlabel("epoch")
+            axes.tick_params(labelbottom=True)
+    grid[0, 0].set_ylim(min(0, grid[0, 0].get_ylim()[0]), 1.03)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def _gram_ellipse(gram: ArrayLike) -> np.ndarray:
+    """The points h = G^{1/2}u, |u| = 1: long where the weight stretches features most."""
+    values, vectors = np.linalg.eigh(np.asarray(gram))
+    angle = np.linspace(0, 2 * np.pi, 200)
+    return vectors @ (np.sqrt(values)[:, None] * (vectors.T @ np.stack([np.cos(angle), np.sin(angle)])))
+
+
+def _scatter_roll(axes: Axes, points: ArrayLike, target: ArrayLike, title: str):
+    points = np.asarray(points)
+    drawn = axes.scatter(*points.T, c=np.ravel(target), s=5, cmap=TARGET_MAP)
+    axes.set(title=title, xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    return drawn
+
+
+def plot_unrolling(snapshots: dict[str, ArrayLike], target: ArrayLike, grams: dict[str, ArrayLike]) -> Figure:
+    """Draw the virtually moved roll, a panel a snapshot, and the ellipses of the Gram matrices in a last one."""
+    figure, panels = plt.subplots(1, len(snapshots) + 1, figsize=(3.1 * (len(snapshots) + 1), 3.2))
+    for axes, (title, points) in zip(panels, snapshots.items(), strict=False):
+        drawn = _scatter_roll(axes, points, target, title)
+    figure.colorbar(drawn, ax=panels[: len(snapshots)], label="target y", shrink=0.8, pad=0.01)
+    shades = plt.get_cmap("Greys")(np.linspace(0.35, 1, len(grams)))
+    for shade, (label, gram) in zip(shades, grams.items(), strict=True):
+        panels[-1].plot(*_gram_ellipse(gram), color=shade, label=label)
+    panels[-1].set(title="Gram matrix, as an ellipse", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    panels[-1].legend(loc="center")
+    return figure
+
+
+def plot_unrolling_over_time(
+    steps: ArrayLike, losses: ArrayLike, linearity: ArrayLike, residual: ArrayLike, control: ArrayLike
+) -> Figure:
+    """Draw R² of the target from the moved points over steps beside the loss: rows are seeds, the control has one."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for row in np.atleast_2d(losses):
+        left.semilogy(steps, row, color=COLORS["gram"], alpha=0.8)
+    left.set(xlabel="step", ylabel="mean squared error", title="training loss, a line a seed")
+    for index, (points, summed) in enumerate(zip(np.atleast_2d(linearity), np.atleast_2d(residual), strict=True)):
+        label = None if index else "target from the moved points"
+        right.plot(steps, points, color=COLORS["virtual"], label=label)
+        label = None if index else "target from the summed residuals"
+        right.plot(steps, summed, "--", color=COLORS["agop_sqrt"], label=label)
+    right.plot(steps, control, ":", color=COLORS["control"], label="control: trained on shuffled targets")
+    right.set(xlabel="step", ylabel="R² of linear regression", title="how linear the target has become")
+    right.legend()
+    return figure
+
+
+def plot_stationarity(gradient_norms: ArrayLike, errors: dict[str, ArrayLike], bounds: dict[str, ArrayLike]) -> Figure:
+    """Draw the relative error of the features-at-convergence identity over the norm of the gradient, and its bound."""
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    colors = dict(zip(errors, (COLORS["virtual"], COLORS["agop"], COLORS["gap"]), strict=False))
+    for name, values in errors.items():
+        axes.loglog(gradient_norms, values, "o", color=colors[name], label=name, markersize=4)
+        axes.loglog(gradient_norms, bounds[name], "--", color=colors[name], linewidth=1, label=f"bound for {name}")
+    axes.set(xlabel="norm of the gradient, weight decay included", ylabel="relative error of the identity")
+    axes.invert_xaxis()
+    axes.legend()
+    return figure
+
+
+def plot_idea(
+    points: ArrayLike, gradient: ArrayLike, target: ArrayLike, before: ArrayLike, after: ArrayLike, virtual: ArrayLike
+) -> Figure:
+    """Draw the book's idea: features under a virtual update, and the Gram matrix that moves as they would.
+
+    Args:
+        points: (n, 2) features.
+        gradient: (n, 2) the loss's gradient with respect to them, as long as it is to be drawn.
+        target: (n,) the colours.
+        before: (2, 2) the Gram matrix before a stretch of real training.
+        after: (2, 2) the Gram matrix after it.
+        virtual: (2, 2) ``before`` plus the summed virtual covariance shift.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.7))
+    points, gradient = np.asarray(points), np.asarray(gradient)
+    drawn = _scatter_roll(left, points, target, "a step that features do not take: $-\\eta\\,\\partial L/\\partial H$")
+    left.quiver(*points.T, *-gradient.T, color="#444444", angles="xy", scale_units="xy", scale=1, width=0.003)
+    figure.colorbar(drawn, ax=left, label="target", shrink=0.85)
+    right.plot(*_gram_ellipse(before), color="#999999", label="$W^\\top W$ before")
+    right.plot(*_gram_ellipse(after), color=COLORS["gram"], label="$W^\\top W$ after training")
+    right.plot(*_gram_ellipse(virtual), "--", color=COLORS["virtual"], label="before + virtual covariance shift")
+    right.set(title="is the step that the weight's Gram matrix takes", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    right.legend(loc="center")
+    return figure
