@@ -112,11 +112,12 @@ def _scatter_roll(axes: Axes, points: ArrayLike, target: ArrayLike, title: str):
 
 
 def plot_unrolling(snapshots: dict[str, ArrayLike], target: ArrayLike, grams: dict[str, ArrayLike]) -> Figure:
-    """Draw the virtually moved roll, a panel a snapshot, and the ellipses of the Gram matrices in a last one."""
-    figure, panels = plt.subplots(1, len(snapshots) + 1, figsize=(3.1 * (len(snapshots) + 1), 3.2))
+    """Draw the virtually moved roll at three moments, and the ellipses of the Gram matrices in a fourth panel."""
+    figure, grid = plt.subplots(2, 2, figsize=(7.6, 6.4))
+    panels = grid.flat
     for axes, (title, points) in zip(panels, snapshots.items(), strict=False):
         drawn = _scatter_roll(axes, points, target, title)
-    figure.colorbar(drawn, ax=panels[: len(snapshots)], label="target y", shrink=0.8, pad=0.01)
+    figure.colorbar(drawn, ax=grid[:, 1], label="target y", shrink=0.6)
     shades = plt.get_cmap("Greys")(np.linspace(0.35, 1, len(grams)))
     for shade, (label, gram) in zip(shades, grams.items(), strict=True):
         panels[-1].plot(*_gram_ellipse(gram), color=shade, label=label)
@@ -129,7 +130,7 @@ def plot_unrolling_over_time(
     steps: ArrayLike, losses: ArrayLike, linearity: ArrayLike, residual: ArrayLike, control: ArrayLike
 ) -> Figure:
     """Draw R² of the target from the moved points over steps beside the loss: rows are seeds, the control has one."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
     for row in np.atleast_2d(losses):
         left.semilogy(steps, row, color=COLORS["gram"], alpha=0.8)
     left.set(xlabel="step", ylabel="mean squared error", title="training loss, a line a seed")
@@ -140,7 +141,7 @@ def plot_unrolling_over_time(
         right.plot(steps, summed, "--", color=COLORS["agop_sqrt"], label=label)
     right.plot(steps, control, ":", color=COLORS["control"], label="control: trained on shuffled targets")
     right.set(xlabel="step", ylabel="R² of linear regression", title="how linear the target has become")
-    right.legend()
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3)
     return figure
 
 
@@ -170,14 +171,16 @@ def plot_idea(
         after: (2, 2) the Gram matrix after it.
         virtual: (2, 2) ``before`` plus the summed virtual covariance shift.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.7))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.1))
     points, gradient = np.asarray(points), np.asarray(gradient)
-    drawn = _scatter_roll(left, points, target, "a step that features do not take: $-\\eta\\,\\partial L/\\partial H$")
+    drawn = _scatter_roll(
+        left, points, target, "The step that features do not take, $-\\eta\\,\\partial L/\\partial H$ …"
+    )
     left.quiver(*points.T, *-gradient.T, color="#444444", angles="xy", scale_units="xy", scale=1, width=0.003)
     figure.colorbar(drawn, ax=left, label="target", shrink=0.85)
-    right.plot(*_gram_ellipse(before), color="#999999", label="$W^\\top W$ before")
-    right.plot(*_gram_ellipse(after), color=COLORS["gram"], label="$W^\\top W$ after training")
-    right.plot(*_gram_ellipse(virtual), "--", color=COLORS["virtual"], label="before + virtual covariance shift")
-    right.set(title="is the step that the weight's Gram matrix takes", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
-    right.legend(loc="center")
+    right.plot(*_gram_ellipse(before), color="#999999", label="$W^\\top W$ before training")
+    right.plot(*_gram_ellipse(after), color=COLORS["gram"], linewidth=3, label="$W^\\top W$ after training")
+    right.plot(*_gram_ellipse(virtual), "--", color=COLORS["agop_sqrt"], label="before + virtual covariance shift")
+    right.set(title="… is the one that the Gram matrix takes", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3)
     return figure

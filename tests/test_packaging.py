@@ -1,0 +1,196 @@
+"""What a stranger gets: a wheel with its data, matching environments, valid metadata, pages that hold together."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pins(lines) -> dict[str, str]:
+    found = (re.fullmatch(r"([\w.-]+)==(\S+)", str(line).strip()) for line in lines)
+    return {canonicalize_name(match[1]): match[2] for match in found if match}
+
+
+CONSTRAINTS = pins((ROOT / "constraints.txt").read_text().splitlines())
+DIRECT = {
+    canonicalize_name(requirement.name): requirement
+    for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for requirement in map(Requirement, group)
+}
+
+
+# ---- environments ----
+
+
+def test_every_direct_dependency_has_a_tested_version_that_fits():
+    for name, requirement in DIRECT.items():
+        assert name in CONSTRAINTS, f"{name} has no version in constraints.txt"
+        assert requirement.specifier.contains(Version(CONSTRAINTS[name])), name
+
+
+def test_conda_users_get_the_same_versions():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "gramlin"
+    (python,) = [line for line in environment["dependencies"] if str(line).startswith("python=")]
+    assert Version(python.split("=")[1]) in Requirement(f"python{PROJECT['requires-python']}").specifier
+    (pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert pins(pip) == {name: CONSTRAINTS[name] for name in DIRECT}
+    assert "--constraint constraints.txt" in pip
+    assert "--editable ." in pip
+
+
+def test_this_environment_has_the_tested_versions():
+    for name in DIRECT:
+        installed = importlib.metadata.version(name)
+        assert installed.split("+")[0] == CONSTRAINTS[name], f"{name} is {installed}, tested is {CONSTRAINTS[name]}"
+
+
+# ---- the wheel ----
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    (path,) = folder.glob("gramlin-*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "gramlin/embedded/fashion-mnist-mini.npz" in names
+    assert "gramlin/embedded/LICENSE-fashion-mnist" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "book", "results"))]
+
+
+def closure_of_requirements(wheel: Path) -> set[str]:
+    """The distributions that the wheel's own metadata asks for, and theirs, without extras of gramlin."""
+    metadata = zipfile.Path(wheel, f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/METADATA").read_text()
+    declared = [
+        line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")
+    ]
+    todo, done = [(line, "") for line in declared], set()
+    while todo:
+        line, extra = todo.pop()
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({**default_environment(), "extra": extra}):
+            continue
+        wanted = {(canonicalize_name(requirement.name), extra) for extra in ("", *requirement.extras)}
+        for name, of_extra in wanted - done:
+            done.add((name, of_extra))
+            todo += [(each, of_extra) for each in importlib.metadata.requires(name) or []]
+    return {name for name, _ in done}
+
+
+def test_the_wheel_works_offline_in_an_environment_of_its_own(wheel, tmp_path):
+    # A new environment with the wheel and the distributions that its metadata names, linked from this one: as an
+    # installation would leave it, without another five gigabytes.
+    home = tmp_path / "environment"
+    venv.create(home, symlinks=True, with_pip=False)
+    (site,) = home.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    for name in closure_of_requirements(wheel):
+        distribution = importlib.metadata.distribution(name)
+        tops = {Path(file).parts[0] for file in distribution.files} - {"..", "__pycache__"}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
+    code = """
+        import socket
+        def refuse(*args, **kwargs): raise OSError("no network here")
+        socket.socket.connect = socket.create_connection = refuse
+        import gramlin
+        from gramlin import data
+        print(gramlin.__file__)
+        print(data.load("fashion-mnist-mini"))
+        """
+    done = subprocess.run(
+        [home / "bin" / "python", "-I", "-c", "\n".join(line.strip() for line in code.splitlines())],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    where, what = done.stdout.splitlines()
+    assert where.startswith(str(site))
+    assert what == "<fashion-mnist-mini: 10000 + 2000 inputs of 1×28×28, 10 classes>"
+
+
+# ---- metadata and pages ----
+
+
+def test_citation_is_valid_and_cites_book_and_paper():
+    from cffconvert import Citation
+
+    citation = Citation((ROOT / "CITATION.cff").read_text())
+    citation.validate()
+    content = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert content["version"] == PROJECT["version"]
+    assert any(each["value"] == "arXiv:2605.06258" for each in content["references"][0]["identifiers"])
+
+
+def test_version_is_the_same_everywhere():
+    import gramlin
+
+    assert gramlin.__version__ == PROJECT["version"]
+
+
+def test_every_page_of_the_book_is_in_its_contents():
+    contents = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    listed = {contents["root"], *(chapter["file"] for part in contents["parts"] for chapter in part["chapters"])}
+    pages = {
+        str(path.relative_to(ROOT).with_suffix(""))
+        for kind in ("md", "ipynb")
+        for path in (ROOT / "book").glob(f"*.{kind}")
+    }
+    assert pages == listed
+
+
+def test_configuration_has_only_keys_that_jupyter_book_reads():
+    # An unknown key is dropped without a word.
+    from jupyter_book.config import PATH_YAML_DEFAULT
+
+    known, ours = yaml.safe_load(PATH_YAML_DEFAULT.read_text()), yaml.safe_load((ROOT / "_config.yml").read_text())
+    assert set(ours) <= {*known, "bibtex_bibfiles"}
+    for section in ("execute", "parse", "html"):
+        assert set(ours.get(section, {})) <= set(known[section]), section
+
+
+# The commands of TeX that the pages may use, beside the macros of _config.yml: an unknown one renders in red, and no
+# build says so.
+TEX = re.findall(
+    r"\w+",
+    "Delta Bigl Bigr alpha begin bigl bigr cdots dot end eta frac in lVert lambda langle ldots le mathbb mathbf mathrm"
+    " mu nabla op partial phi propto qquad quad rVert rangle sum tau text tfrac tilde times top",
+)
+
+
+def test_tex_of_the_pages_is_balanced_and_uses_known_commands():
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]
+    known = {*TEX, *config["mathjax3_config"]["tex"]["macros"]}
+    for path in (ROOT / "book").glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type != "markdown":
+                continue
+            where = f"{path.name}, cell {cell.id}"
+            used = set(re.findall(r"\\([A-Za-z]+)", cell.source))
+            assert used <= known, f"{where}: unknown TeX {used - known}"
+            for left, right in (("\\Bigl", "\\Bigr"), ("\\bigl", "\\bigr"), ("\\begin{", "\\end{"), ("{", "}")):
+                assert cell.source.count(left) == cell.source.count(right), f"{where}: {left} without {right}"
