@@ -17,8 +17,12 @@ _MODULE_OF = {
     "virtual_update": "gram",
     "weight_gram": "gram",
     "VirtualCovariance": "gram",
+    "nearest_with_same_gram": "whitening",
+    "newton_schulz_polar": "whitening",
+    "polar_factor": "whitening",
+    "whiten": "whitening",
 }
-_MODULES = ("book", "data", "experiments", "figures", "gram", "hooks", "models", "results", "training")
+_MODULES = ("book", "data", "experiments", "figures", "gram", "hooks", "models", "results", "training", "whitening")
 
 __all__ = ["__version__", *_MODULE_OF]
 __version__ = "0.1.0"

@@ -252,7 +252,7 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
     bar = {"desc": chapter.stem, "disable": not (sys.stderr.isatty() if progress is None else progress)}
     try:
         notebook = papermill.execute_notebook(
-            str(chapter), str(output), parameters, progress_bar=bar, cwd=str(Path.cwd())
+            str(chapter), str(output), parameters, progress_bar=bar, extra_arguments=_QUIET_KERNEL
         )
     except PapermillExecutionError as error:
         kind = ClaimError if error.ename == ClaimError.__name__ else BookError
@@ -261,6 +261,10 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
         ) from error
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return "".join(each.get("text", "") for each in code[-1].outputs).strip() if code else ""
+
+
+# Each kernel would print that it talks to this process over an unencrypted local socket.
+_QUIET_KERNEL = ["--IPKernelApp.log_level=40"]
 
 
 def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:

@@ -1,0 +1,334 @@
+r"""Optimizer steps that keep their Gram shift and drop their rotation ("whitening").
+
+After a plain step W → W⁺ the weight is replaced by R* W⁺, where R* is the orthogonal matrix that brings W⁺ nearest
+to W. The Gram matrix W⁺ᵀW⁺ stays what the plain step made it; the left rotation that came with it is taken out.
+
+Why R* is a polar factor (book: ``eq:gw-procrustes``): for orthogonal R, ‖R W⁺ − W‖² = ‖W⁺‖² + ‖W‖² − 2 tr(Rᵀ W W⁺ᵀ).
+With W W⁺ᵀ = UΣVᵀ the trace is Σᵢ σᵢ (UᵀRV)ᵢᵢ, and no entry of the orthogonal UᵀRV exceeds 1: the largest trace is
+Σᵢ σᵢ, reached by R = UVᵀ.
+
+Two things are asked of R, and they are not the same. That it is *orthogonal* keeps the Gram, and is held to rounding
+here, always. That it is *nearest* is what makes it the rotation of the step and of nothing else; it is the harder one
+in float32, because M = W W⁺ᵀ is a large symmetric matrix plus a small skew one, and only the skew part turns. A
+step of 10⁻⁵ ‖W‖ has a skew part that the float32 rounding of M drowns. So M is formed in float64, whatever the
+weights are stored in, and R enters as W⁺ + (R − I) W⁺: the one rounding left is that of the stored weight.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["WhiteningHandle", "nearest_with_same_gram", "newton_schulz_polar", "polar_factor", "whiten"]
+
+# Scaled Newton–Schulz, on singular values in [LOWEST, 1]. A scale above SCALE_CAP (the limit is √3) would send
+# values near 1 to almost 0, and rounding would then turn their directions.
+_LOWEST = 1e-10
+_SCALE_CAP = 1.69
+
+# Bounds of the shortcut for small rotations, `_small_rotation`, whose measured errors its docstring states.
+_MIN_ROWS = 64  # below, a float64 SVD takes less time than the shortcut
+_MAX_SKEW = 0.05  # ‖M − Mᵀ‖/‖M‖ above which it would hardly ever be accepted: do not begin
+_RESOLVED = 3e-5  # eigenvalues of M below this share of the largest drown in float32 (some 100 × its rounding)
+_MAX_UNRESOLVED = 1 / 20  # share of such eigenvalues; its square is about the share of the step that is not turned
+_MAX_SQUARE = 3e-2  # ‖Ω²‖ up to which the series is orthogonal to 1e-8, also with all of Ω in one plane
+
+# Added to M's diagonal, relative to ‖M‖: where M says nothing about R (a rank-deficient W), R is nearest to identity.
+_TIE_BREAK = 1e-12
+
+
+def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
+    """UVᵀ of M = UΣVᵀ: the matrix with orthonormal rows (or columns) nearest to M.
+
+    Book: ``eq:gw-polar``. R Rᵀ = I if m ≤ n and RᵀR = I if m ≥ n, for any M: ill-conditioned, rank-deficient or zero.
+    Where M has singular values of zero R is not unique, and is completed to orthonormality, as an SVD completes it.
+
+    Computed in float64 for every input. On a CPU: an SVD, for this size the fastest method that is exact for any M
+    (QDWH and Newton's iteration need more, by the time of their factorizations). On CUDA: matrix products only, by
+    scaled Newton–Schulz to convergence (Chen and Chow, 2014), with the SVD behind it for what does not converge.
+
+    Args:
+        M: real floating-point, shape (..., m, n), no empty axis, finite.
+
+    Returns:
+        Tensor of M's shape and device, and of M's dtype, but float32 for float16 and bfloat16, in which no matrix
+        is orthogonal to better than 1e-3.
+
+    Raises:
+        TypeError: M is integer or complex.
+        ValueError: M has fewer than two axes, an empty axis, or NaN or infinite entries.
+    """
+    _check_matrix(M)
+    dtype = M.dtype if M.dtype in (torch.float32, torch.float64) else torch.float32
+    if M.device.type == "cuda":
+        R = _polar_by_products(M.detach().double())
+        if R is not None:
+            return R.to(dtype)
+    _check_finite(M, "M")
+    # Devices other than CUDA may lack float64 or the SVD: the CPU has both.
+    work = M.detach() if M.device.type == "cuda" else M.detach().cpu()
+    # Scaled by its largest entry, so that neither 1e-200 nor 1e200 under- or overflows on the way.
+    work = work.double()
+    work = work / work.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    U, _, Vh = torch.linalg.svd(work, full_matrices=False)
+    return (U @ Vh).to(device=M.device, dtype=dtype)
+
+
+def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Float[Tensor, "*batch m n"]:
+    """The usual approximate polar factor: a fixed number of quintic Newton–Schulz steps, in M's own precision.
+
+    X ← X (15 I − 10 XᵀX + 3 (XᵀX)²)/8 from X₀ = M/‖M‖_F. Book: ``eq:gw-newton-schulz``. It stands here to be compared
+    with `polar_factor`. A step multiplies a small singular value by 15/8, so ten reach 1 only from about 1e-2 ‖M‖_F
+    up: on an ill-conditioned M the result is not orthogonal, and a zero M gives zero.
+
+    Args:
+        M: floating-point, shape (..., m, n).
+        steps: number of steps.
+
+    Returns:
+        Tensor of M's shape, dtype and device.
+    """
+    _check_matrix(M)
+    X = M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
+    # On the smaller side: X p(XᵀX) = p(XXᵀ) X.
+    wide = M.shape[-2] < M.shape[-1]
+    X = X.mT if wide else X
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    for _ in range(steps):
+        A = X.mT @ X
+        X = X @ (15 * eye - 10 * A + 3 * A @ A) / 8
+    return X.mT if wide else X
+
+
+def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
+    """R* W⁺: of all weights with the Gram matrix of `after`, the one nearest to `before`.
+
+    Book: ``eq:gw-procrustes``. R* is the `polar_factor` of ``before @ after.T`` computed in float64. Three things
+    are done to it on the way:
+
+    - Small steps of float32 weights (k ≤ d) on a CPU take a shortcut, `_small_rotation`, in half the time of the SVD.
+      It is orthogonal to 1e-8, so the Gram is as exact, and it gives away up to 1e-3 of the distance to `before`
+      (measured; 1e-7 where W's condition number is below 100), by not turning, among themselves, the few directions
+      of WWᵀ that drown in float32.
+    - Where R* is not unique (W rank-deficient or zero) it is the solution nearest to the identity: what `before` does
+      not determine is left as the step made it.
+    - More than twice as many rows as columns (embeddings) go through the span of both weights, 2d × 2d.
+
+    Args:
+        before: weight before the step, finite.
+        after: weight after the step, finite, of the same shape, dtype and device.
+
+    Returns:
+        The rotated weight in `after`'s dtype. Its Gram error is that of rounding it to this dtype.
+
+    Raises:
+        ValueError: shapes differ, or NaN or infinite entries.
+    """
+    if before.shape != after.shape:
+        raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
+    if before.device.type not in ("cpu", "cuda"):  # may lack float64
+        return nearest_with_same_gram(before=before.cpu(), after=after.cpu()).to(after.device)
+    k, d = before.shape
+    small = before.dtype == torch.float32 and before.device.type == "cpu" and _MIN_ROWS <= k <= d
+    if small and _float32_products_are_full():
+        turn = _small_rotation(before @ after.mT, before @ (after - before).mT)
+        if turn is not None:
+            return after + turn @ after
+    _check_finite(before, "the weight before the step")
+    _check_finite(after, "the weight after the step")
+    B, A = before.double(), after.double()
+    span = None
+    if k > 2 * d:
+        span = torch.linalg.qr(torch.cat([B, A], dim=1)).Q
+        B, A = span.mT @ B, span.mT @ A
+    M = B @ A.mT
+    size = M.norm()
+    M.diagonal().add_(torch.where(size > 0, _TIE_BREAK * size, 1.0))
+    R = polar_factor(M)
+    turned = (R - torch.eye(len(R), dtype=R.dtype, device=R.device)) @ A
+    return (after.double() + (turned if span is None else span @ turned)).to(after.dtype)
+
+
+class WhiteningHandle:
+    """What `whiten` returns: `remove()` detaches it, and the optimizer steps plainly again."""
+
+    def __init__(self, hooks):
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Detach from the optimizer. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def whiten(
+    optimizer: Optimizer,
+    params: Iterable[Tensor] | None = None,
+    *,
+    solver: Callable[[Tensor], Tensor] = polar_factor,
+) -> WhiteningHandle:
+    """Make each step of `optimizer` keep its Gram shift and nothing else: W⁺ becomes R* W⁺.
+
+    Book: ``eq:gw-procrustes``. Attaches with torch's own step hooks, so schedulers, closures, gradient scaling,
+    clipping, `foreach`, `fused` and state_dict work as before. Nothing is remembered from one step to the next: after
+    loading a state_dict, attach again and training goes on bit for bit. A step is a whole call of
+    `optimizer.step`, however often a closure is evaluated within it. A weight that the step leaves as it was (skipped,
+    no gradient) is not touched. A weight of more than two axes is the matrix of its first axis against all others,
+    (out, in·kh·kw) for a convolution without groups; a transposed or grouped convolution is another matrix: leave it
+    out through `params`.
+
+    *Biases are left alone.* Turning b by the R of W would keep the Gram of [W b] as well, the matrix that belongs to
+    the features (H, 1). But (FLE) holds for WᵀW by itself, bias or not. And to first order W's whitened step is −η
+    times the projection of ∂L/∂W off the rotations {ΩW}, so it still descends, while R b would add Ωb to the bias: of
+    the same order in η, unknown to the bias's gradient, and able to raise the loss. (Taking R from [W b] would
+    descend too, but W would no longer be nearest.)
+
+    *Momentum buffers* are not turned either: R* W⁺ is W⁺ brought back to the output coordinates of W, and the
+    gradients in the buffer are in those.
+
+    R* W⁺ Wᵀ is positive semi-definite, so det W keeps its sign: such steps do not take a square W through a singular
+    one (up to what the shortcut of `nearest_with_same_gram` does not resolve).
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        params: the parameters to whiten, each of at least two axes and in the optimizer. Default: at each step, all of
+            the optimizer's that have at least two axes and require a gradient.
+        solver: from M = W W⁺ᵀ (k, k), in the weight's dtype (at least float32), to R. The default is computed by
+            `nearest_with_same_gram`; any other is applied plainly, as R @ W⁺, so that approximate solvers such as
+            `newton_schulz_polar` can be compared.
+
+    Returns:
+        A handle with `remove()`.
+
+    Raises:
+        TypeError: a parameter is complex, or (at the step) has a sparse gradient.
+        ValueError: a given parameter is not in the optimizer, or has fewer than two axes; at the step, a
+            weight with NaN or infinite entries.
+    """
+    chosen = None if params is None else list(params)
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for p in chosen or ():
+        if id(p) not in ours:
+            raise ValueError(f"params has a tensor of shape {tuple(p.shape)} that is not in the optimizer")
+        if p.ndim < 2:
+            raise ValueError(f"params has a tensor of shape {tuple(p.shape)}: a weight to whiten has 2 or more axes")
+    before: list[tuple[Tensor, Tensor]] = []
+
+    def targets() -> list[Tensor]:
+        every = chosen
+        if every is None:
+            every = [p for group in optimizer.param_groups for p in group["params"] if p.ndim >= 2]
+        every = list({id(p): p for p in every if p.requires_grad}.values())  # a tied weight is turned once
+        for p in every:
+            if p.is_complex():
+                raise TypeError(f"parameter of shape {tuple(p.shape)} is {p.dtype}: only real weights can be whitened")
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise TypeError(
+                    f"parameter of shape {tuple(p.shape)} has a sparse gradient, and a rotation changes every row: "
+                    "leave it out through params, or use a dense gradient"
+                )
+        return every
+
+    @torch.no_grad()
+    def save(*_) -> None:
+        before[:] = [(p, p.clone()) for p in targets()]
+
+    @torch.no_grad()
+    def rotate(*_) -> None:
+        for p, old in before:
+            if p.numel() == 0 or torch.equal(p, old):
+                continue
+            W, W_plus = old.flatten(1), p.flatten(1)
+            if solver is polar_factor:
+                new = nearest_with_same_gram(before=W, after=W_plus)
+            else:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                W, W_plus = W.to(dtype), W_plus.to(dtype)
+                new = solver(W @ W_plus.mT) @ W_plus
+            p.copy_(new.view(p.shape))
+        before.clear()
+
+    targets()  # complain now of what is wrong now
+    return WhiteningHandle([optimizer.register_step_pre_hook(save), optimizer.register_step_post_hook(rotate)])
+
+
+def _small_rotation(cross: Float[Tensor, "k k"], cross_step: Float[Tensor, "k k"]) -> Float[Tensor, "k k"] | None:
+    """R* − I from W W⁺ᵀ and W (W⁺ − W)ᵀ in float32, or None where the rotation is not small.
+
+    The two have the same skew part, which the first has lost to rounding and the second has not. For M = R H with
+    R = exp(Ω) close to the identity, M − Mᵀ = ΩS + SΩ up to third order, S being the symmetric part of M (Ω is odd in
+    the skew part, so there is no second order): in the eigenbasis of S, a division by λᵢ + λⱼ. Float32 is enough for S,
+    whose rounding is symmetric and turns nothing. Then (I + Ω)(I − Ω²)^(−1/2), the polar factor of I + Ω, by its
+    series up to Ω⁹: orthogonal to a rounding of Ω, since Ω is exactly skew.
+
+    Directions whose eigenvalues float32 does not resolve are not turned among themselves. Measured over training
+    (MLP, SGD with momentum 0.95 and Adam): up to 1e-3 of the distance ‖R* W⁺ − W‖ is given away, 1e-4 on average.
+    """
+    symmetric = (cross + cross.mT) / 2
+    skew = cross_step - cross_step.mT
+    size = symmetric.norm()
+    if not 0 < size < torch.inf or not skew.norm() <= _MAX_SKEW * size:  # false for NaN
+        return None
+    eigenvalues, basis = torch.linalg.eigh(symmetric)
+    resolved = _RESOLVED * eigenvalues[-1]
+    if eigenvalues[0] < -resolved or (eigenvalues < resolved).sum() > _MAX_UNRESOLVED * len(eigenvalues):
+        return None
+    sums = (eigenvalues[:, None] + eigenvalues).clamp_min(resolved)
+    generator = basis @ (basis.mT @ skew @ basis / sums) @ basis.mT
+    generator = (generator - generator.mT) / 2
+    square = generator @ generator
+    if not square.norm() <= _MAX_SQUARE:
+        return None
+    fourth = square @ square
+    even = square / 2 + 3 / 8 * fourth + fourth @ (5 / 16 * square + 35 / 128 * fourth)  # (I − Ω²)^(−1/2) − I
+    return generator + (even + generator @ even)
+
+
+def _polar_by_products(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"] | None:
+    """The polar factor in M's precision by matrix products alone, or None where it did not converge.
+
+    X ← ρX(3 − ρ²XᵀX)/2, where ρ is the scale that lifts the smallest singular value most. One pass is as long as
+    singular values down to 1e-10 ‖M‖_F need; smaller ones take another. An identity of 1e-14 ‖M‖_F completes the
+    rank. Looks at the result once a pass, so the device is waited for once.
+    """
+    wide = M.shape[-2] <= M.shape[-1]
+    X = M if wide else M.mT
+    m, n = X.shape[-2:]
+    tiny = torch.finfo(X.dtype).tiny
+    X = X / X.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(tiny)
+    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp_min(tiny)
+    X = X + 1e-14 * torch.eye(m, n, dtype=X.dtype, device=X.device)
+    X = X / torch.linalg.matrix_norm(X, keepdim=True)
+    eye = torch.eye(m, dtype=X.dtype, device=X.device)
+    for _ in range(4):
+        low = _LOWEST
+        while low < 1 - 1e-15:
+            scale = min((3 / (1 + low + low * low)) ** 0.5, _SCALE_CAP)
+            X = scale / 2 * (3 * X - scale**2 * (X @ X.mT) @ X)
+            low = min(scale / 2 * x * (3 - (scale * x) ** 2) for x in (low, 1.0))
+        if (X @ X.mT - eye).abs().amax() < 1e-12:  # false for NaN
+            return X if wide else X.mT
+    return None
+
+
+def _float32_products_are_full() -> bool:
+    """Whether float32 matrix products are left in float32, rather than TensorFloat-32 or bfloat16."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set by backend, not alike for all
+        return False
+
+
+def _check_matrix(M: Tensor) -> None:
+    if not M.is_floating_point():
+        raise TypeError(f"M has dtype {M.dtype}: expected a real floating-point matrix, e.g. M.double()")
+    if M.ndim < 2 or 0 in M.shape:
+        raise ValueError(f"M has shape {tuple(M.shape)}: expected (..., m, n) with no empty axis")
+
+
+def _check_finite(M: Tensor, name: str) -> None:
+    if not M.isfinite().all():
+        bad = int((~M.isfinite()).sum())
+        raise ValueError(f"{name} has {bad} NaN or infinite entries of {M.numel()} (shape {tuple(M.shape)})")

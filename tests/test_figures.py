@@ -1,0 +1,45 @@
+"""Every figure says what its axes are, and tells its lines apart."""
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+mpl.use("Agg")
+
+from gramlin import figures
+
+x = np.linspace(0.1, 1, 5)
+roll = np.random.default_rng(0).normal(size=(20, 2))
+run = {"epoch": [1, 2], "rho_virtual": [1.0, 0.9], "rho_agop": [0.5, 0.6], "rho_agop_sqrt": [0.4, 0.5]}
+FIGURES = {
+    "one step": lambda: figures.plot_one_step(x, x, x**2, x**2),
+    "fixed time": lambda: figures.plot_fixed_time(x, x),
+    "correlations": lambda: figures.plot_correlations({"one": [run, run], "other": [run], "a": [run], "b": [run]}),
+    "unrolling": lambda: figures.plot_unrolling(
+        {"start": roll, "end": roll}, roll[:, 0], {"start": np.eye(2), "end": np.diag([1.0, 2.0])}
+    ),
+    "unrolling over time": lambda: figures.plot_unrolling_over_time(x, [x, x], [x, x], [x, x], x),
+    "stationarity": lambda: figures.plot_stationarity(x, {"linear1": x}, {"linear1": x}),
+    "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_axes_are_labelled_and_lines_are_in_a_legend(name):
+    figures.use_style()
+    figure = FIGURES[name]()
+    figure.canvas.draw()
+    panels = [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != "<colorbar>"]
+    assert panels
+    for axes in panels:
+        if axes.get_lines():
+            assert axes.get_xlabel() or axes.get_shared_x_axes().get_siblings(axes) != [axes]
+    assert any(axes.get_xlabel() for axes in panels)
+    assert any(axes.get_ylabel() for axes in panels)
+    assert figure.legends or any(axes.get_legend() for axes in panels)
+    mpl.pyplot.close(figure)
+
+
+def test_the_ellipse_of_a_gram_matrix_has_its_axes():
+    points = figures._gram_ellipse(np.diag([4.0, 9.0]))
+    assert np.abs(points).max(axis=1) == pytest.approx([2, 3], rel=1e-3)

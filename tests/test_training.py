@@ -1,0 +1,184 @@
+"""The training loop against one written out by hand, the networks, and chapter 1's experiment on small data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gramlin import agop, data, gram_shift, matrix_correlation
+from gramlin.experiments import (
+    GRAM_SHIFT,
+    gram_shift_panels,
+    gram_shift_settings,
+    gram_shift_table,
+    gram_shift_verdict,
+    paired_interval,
+    run_once,
+)
+from gramlin.models import MLP
+from gramlin.results import Run
+from gramlin.training import accuracy, train
+
+
+def toy(n: int = 50):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(n, 6, generator=generator)
+    return inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
+
+
+def toy_model():
+    torch.manual_seed(0)
+    model = MLP([6, 5, 3], "tanh")
+    return model, torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def test_training_is_the_textbook_loop():
+    inputs, targets = toy()
+    model, optimizer = toy_model()
+    train(model, optimizer, inputs, targets, epochs=2, batch_size=16, seed=3)
+
+    expected, optimizer = toy_model()
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        order = torch.randperm(50, generator=generator)
+        for start in range(0, 50, 16):  # the last batch has 2 samples
+            batch = order[start : start + 16]
+            optimizer.zero_grad()
+            F.cross_entropy(expected(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_full_batches_do_not_depend_on_the_order():
+    inputs, targets = toy()
+    losses = []
+    for seed in (0, 1):
+        model, optimizer = toy_model()
+        losses.append(train(model, optimizer, inputs, targets, epochs=3, seed=seed)[-1]["train_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_recording_sees_an_evaluated_model_before_and_after_each_epoch():
+    model, optimizer = toy_model()
+    modes = []
+
+    def record(epoch: int) -> dict:
+        modes.append((model.training, torch.is_grad_enabled()))
+        return {"twice": 2 * epoch}
+
+    history = train(model, optimizer, *toy(), epochs=2, batch_size=10, record=record)
+    assert [(row["epoch"], row["twice"]) for row in history] == [(0, 0), (1, 2), (2, 4)]
+    assert history[0]["train_loss"] is None
+    assert history[2]["train_loss"] < history[1]["train_loss"]
+    assert modes == [(False, False)] * 3
+    assert torch.is_grad_enabled()
+
+
+def test_a_diverging_loss_is_reported_with_its_epoch():
+    inputs, _ = toy()
+    model = MLP([6, 1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    with pytest.raises(FloatingPointError, match="epoch 1: lower the learning rate"):
+        train(model, optimizer, inputs, torch.zeros(50, 1), epochs=50, batch_size=1, loss=F.mse_loss)
+
+
+def test_training_on_nothing_or_on_unequal_rows_is_refused():
+    model, optimizer = toy_model()
+    with pytest.raises(ValueError, match="50 inputs and 49 targets"):
+        train(model, optimizer, toy()[0], toy()[1][:49], epochs=1)
+    with pytest.raises(ValueError, match="at least one"):
+        train(model, optimizer, toy()[0][:0], toy()[1][:0], epochs=1)
+
+
+def test_accuracy_counts_in_batches_as_in_one():
+    model, _ = toy_model()
+    inputs, targets = toy()
+    expected = (model(inputs).argmax(1) == targets).float().mean().item()
+    assert accuracy(model, inputs, targets, batch_size=7) == pytest.approx(expected)
+
+
+def test_layers_of_an_mlp_have_the_names_that_the_book_uses():
+    assert [name for name, _ in MLP([4, 3, 2]).named_children()] == ["flatten", "linear1", "activation1", "linear2"]
+    with pytest.raises(ValueError, match="one of gelu, relu"):
+        MLP([4, 3, 2], "swish")
+    with pytest.raises(ValueError, match="at least an input and an output"):
+        MLP([4])
+
+
+# ---- chapter 1's experiment ----
+
+SMALL = {**gram_shift_settings("digits", [0])[0], "hidden": 12, "epochs": 2}
+
+
+def test_the_experiment_measures_what_its_parts_measure():
+    metrics = GRAM_SHIFT.measure(**SMALL)
+    assert metrics["epoch"] == [1, 2]
+    # The same run by hand, with AGOP of the whole network in place of the chain rule's shortcut.
+    split = data.standardize(data.load("digits"))
+    torch.manual_seed(0)
+    model = MLP([64, 12, 10], "relu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = model.linear1.weight.detach().clone()
+    train(model, optimizer, split.train_inputs, split.train_targets, epochs=2, batch_size=128)
+    shift = gram_shift(before, model.linear1.weight.detach())
+    whole = agop(model, split.train_inputs)
+    values, vectors = torch.linalg.eigh(whole.double())
+    root = (vectors * values.clamp(min=0).sqrt() @ vectors.T).float()
+    # Two ways through float32 products of 1,437 samples: equal to about five digits.
+    assert metrics["rho_agop"][-1] == pytest.approx(matrix_correlation(shift, whole), abs=1e-4)
+    assert metrics["rho_agop_sqrt"][-1] == pytest.approx(matrix_correlation(shift, root), abs=1e-3)
+    assert metrics["test_accuracy"][-1] == accuracy(model, split.test_inputs, split.test_targets)
+    assert metrics["rho_virtual"][-1] > 0.999
+
+
+def test_the_same_settings_give_the_same_metrics():
+    assert run_once(GRAM_SHIFT, SMALL).metrics == run_once(GRAM_SHIFT, SMALL).metrics
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="'sgd', or 'adam' with momentum 0"):
+        GRAM_SHIFT.measure(**{**SMALL, "method": "adam", "momentum": 0.9})
+
+
+def stored(dataset: str, virtual: list[float], agop_: list[float], **changes) -> list[Run]:
+    keys = ("rho_agop_sqrt", "rho_gram_agop_sqrt", "gap", "test_accuracy")
+    return [
+        Run(
+            "gram-shift",
+            {**gram_shift_settings(dataset, [seed])[0], **changes},
+            {"epoch": [1], "rho_virtual": [v], "rho_agop": [a], **{key: [0.5] for key in keys}},
+            wall_seconds=1.0,
+            device="cpu",
+        )
+        for seed, (v, a) in enumerate(zip(virtual, agop_, strict=True))
+    ]
+
+
+def test_the_verdict_follows_its_rule():
+    good, bad = [0.9, 0.91, 0.92], [0.5, 0.52, 0.51]
+    assert gram_shift_verdict(stored("digits", good, bad)).holds is True
+    assert gram_shift_verdict(stored("digits", bad, good)).holds is False
+    assert gram_shift_verdict(stored("digits", [0.9, 0.5, 0.7], [0.5, 0.9, 0.69])).holds is False
+    assert gram_shift_verdict(stored("digits", good[:1], bad[:1])).holds is None
+    assert gram_shift_verdict([]).holds is None
+    assert "not yet run" in str(gram_shift_verdict([]))
+    # Only plain SGD on standardised inputs counts.
+    assert gram_shift_verdict(stored("digits", good, bad, lr=0.05)).holds is None
+
+
+def test_stored_runs_are_grouped_by_all_but_their_seed():
+    runs = stored("digits", [0.9, 0.8], [0.5, 0.5]) + stored("digits", [0.7], [0.5], momentum=0.9)
+    assert {title: len(group) for title, group in gram_shift_panels(runs).items()} == {
+        "SGD, η = 0.01": 2,
+        "SGD, η = 0.01, momentum 0.9": 1,
+    }
+    assert gram_shift_table(runs).loc["SGD, η = 0.01", "ρ(shift, virtual)"] == "0.850 ± 0.071"
+    assert any(title.startswith("mnist: ") for title in gram_shift_panels(runs + stored("mnist", [0.9], [0.5])))
+
+
+def test_paired_interval_is_students():
+    # By hand: differences 1, 2, 3 have mean 2, standard error 1/√3, and t(0.975, 2) = 4.3026527.
+    low, high = paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.3026527 / 3**0.5, 2 + 4.3026527 / 3**0.5))
+    with pytest.raises(ValueError, match="two pairs"):
+        paired_interval([1.0], [2.0])
