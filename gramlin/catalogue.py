@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ class Entry:
         name: for ``gramlin.data.load``.
         origin: "embedded" (in the package), "generated", "torchvision" (downloaded on request) or "folder".
         shape: of one input; ``train`` and ``test`` are the numbers of samples.
-        layout: the files it is read from, below the data directory; empty if there are none.
+        layout: the files it is read from, below the data directory, with the shell's braces; empty if there are none.
         source, licence: in words.
     """
 
@@ -32,6 +33,15 @@ class Entry:
     def is_images(self) -> bool:
         """Whether inputs are images (C, H, W) with integer classes."""
         return len(self.shape) == 3
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of ``layout``, one by one; for a folder of images, what its folders are called."""
+        paths = [self.layout.split("/CLASS")[0]]
+        while any("{" in path for path in paths):
+            parts = [re.split(r"\{([^{}]*)\}", path, maxsplit=1) for path in paths]
+            paths = [head + word + tail for head, words, tail in parts for word in words.split(",")]
+        return tuple(paths) if self.layout else ()
 
 
 _FASHION = "Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017)"
@@ -97,7 +107,7 @@ CATALOGUE = {
             10_000,
             f"CIFAR-10: {_TINY}",
             "not stated by its authors",
-            "cifar-10-batches-py/{data_batch_1,…,data_batch_5,test_batch}",
+            "cifar-10-batches-py/{data_batch_1,data_batch_2,data_batch_3,data_batch_4,data_batch_5,test_batch,batches.meta}",
         ),
         Entry(
             "cifar100",
@@ -107,7 +117,7 @@ CATALOGUE = {
             10_000,
             f"CIFAR-100: {_TINY}",
             "not stated by its authors",
-            "cifar-100-python/{train,test}",
+            "cifar-100-python/{train,test,meta}",
         ),
         Entry(
             "svhn",
@@ -156,3 +166,25 @@ def data_directory(data_dir: str | os.PathLike | None = None) -> Path:
 
         data_dir = platformdirs.user_cache_dir("gramlin")
     return Path(data_dir).expanduser()
+
+
+def list_datasets(data_dir: str | os.PathLike | None = None) -> list[dict]:
+    """The named data sets, a dictionary each: name, sizes, licence, and whether it is present; reads no data."""
+    directory = data_directory(data_dir)
+
+    def present(entry: Entry) -> str:
+        if entry.origin in ("embedded", "generated"):
+            return entry.origin
+        return "yes" if all((directory / file).exists() for file in entry.files) else "no"
+
+    return [
+        {
+            "name": entry.name,
+            "inputs": "×".join(map(str, entry.shape)),
+            "train": entry.train,
+            "test": entry.test,
+            "present": present(entry),
+            "licence": entry.licence,
+        }
+        for entry in CATALOGUE.values()
+    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 import gramlin
-from gramlin import book
+from gramlin import book, catalogue
 
 
 def _one_line_errors(command):
@@ -98,9 +98,7 @@ def data() -> None:
 @_one_line_errors
 def list_data() -> None:
     """List the data sets, and which are present."""
-    from gramlin import data as sets
-
-    click.echo(_table(sets.list_datasets()))
+    click.echo(_table(catalogue.list_datasets()))
     click.echo("folder:PATH is any tree of images, PATH/train/CLASS/* and PATH/test/CLASS/*.")
 
 
@@ -118,9 +116,7 @@ def get(name) -> None:
 @_one_line_errors
 def path() -> None:
     """Print the folder that data are read from ($GRAMLIN_DATA, else the user's cache)."""
-    from gramlin import data as sets
-
-    click.echo(sets.data_directory())
+    click.echo(catalogue.data_directory())
 
 
 @main.command()

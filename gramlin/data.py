@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from gramlin.catalogue import CATALOGUE, Entry, check_name, data_directory
+from gramlin.catalogue import CATALOGUE, Entry, check_name, data_directory, list_datasets
 
 __all__ = [
     "DataError",
@@ -137,7 +137,7 @@ def get(name: str, data_dir: str | os.PathLike | None = None) -> str:
     if not name.startswith("folder:"):
         check_name(name)
         entry, directory = CATALOGUE[name], data_directory(data_dir)
-        if entry.origin == "torchvision" and any(not path.exists() for path in _files(entry, directory)):
+        if entry.origin == "torchvision" and not all((directory / file).exists() for file in entry.files):
             directory.mkdir(parents=True, exist_ok=True)
             try:
                 for options in _split_options(name):
@@ -145,29 +145,6 @@ def get(name: str, data_dir: str | os.PathLike | None = None) -> str:
             except Exception as error:  # torchvision lets through whatever its many servers and formats raise
                 raise DataError(f"{name} could not be downloaded into {directory}: {error}") from error
     return f"ready: {load(name, data_dir=data_dir)}"
-
-
-def list_datasets(data_dir: str | os.PathLike | None = None) -> list[dict]:
-    """The named data sets, a dictionary each: name, sizes, licence, and whether it is present; reads no data."""
-    directory = data_directory(data_dir)
-
-    def present(entry: Entry) -> str:
-        if entry.origin in ("embedded", "generated"):
-            return entry.origin
-        paths = [directory / entry.name] if entry.origin == "folder" else _files(entry, directory)
-        return "yes" if all(path.exists() for path in paths) else "no"
-
-    return [
-        {
-            "name": entry.name,
-            "inputs": "×".join(map(str, entry.shape)),
-            "train": entry.train,
-            "test": entry.test,
-            "present": present(entry),
-            "licence": entry.licence,
-        }
-        for entry in CATALOGUE.values()
-    ]
 
 
 def standardize(dataset: Dataset) -> Dataset:
@@ -318,20 +295,20 @@ def _split_options(name: str) -> tuple[dict, dict]:
     return {"train": True}, {"train": False}
 
 
-def _files(entry: Entry, directory: Path) -> dict[Path, str]:
+def _md5_sums(entry: Entry, directory: Path) -> dict[Path, str]:
     """The files a set is read from, with their MD5 sums."""
     known = _torchvision_class(entry.name)
     if entry.name in _IDX_MD5:
-        folder = directory / known.__name__ / "raw"
-        return {folder / name: md5 for name, md5 in _IDX_MD5[entry.name].items()}
-    if entry.name == "svhn":
-        return {directory / known.split_list[split][1]: known.split_list[split][2] for split in ("train", "test")}
-    listed = [*known.train_list, *known.test_list, (known.meta["filename"], known.meta["md5"])]
-    return {directory / known.base_folder / name: md5 for name, md5 in listed}
+        sums = _IDX_MD5[entry.name]
+    elif entry.name == "svhn":
+        sums = {known.split_list[split][1]: known.split_list[split][2] for split in ("train", "test")}
+    else:
+        sums = dict([*known.train_list, *known.test_list, (known.meta["filename"], known.meta["md5"])])
+    return {directory / file: sums[Path(file).name] for file in entry.files}
 
 
-def _check_sums(entry: Entry, files: dict[Path, str]) -> None:
-    for path, md5 in files.items():
+def _check_sums(entry: Entry, directory: Path) -> None:
+    for path, md5 in _md5_sums(entry, directory).items():
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
         if found != md5:
@@ -355,9 +332,9 @@ def _missing(entry: Entry, directory: Path) -> str:
 
 
 def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
-    files = _files(entry, directory)
+    files = [directory / file for file in entry.files]
     absent = [path for path in files if not path.exists()]
-    if len(absent) == len(files):
+    if absent == files:
         raise DataError(_missing(entry, directory))
     if absent:
         raise DataError(
@@ -366,7 +343,7 @@ def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
     stats = {path: path.stat() for path in files}
     cache = _cache_file(directory, entry.name, [f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats.items()])
     if not cache.exists():
-        _check_sums(entry, files)
+        _check_sums(entry, directory)
         _write_arrays(cache, _torchvision_arrays(entry, directory))
     return _images(entry.name, _read_arrays(cache, _CACHE_ADVICE), entry.source, entry.licence)
 

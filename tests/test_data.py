@@ -312,7 +312,6 @@ def test_a_failed_download_names_the_set_and_the_directory(root, monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(data, "_torchvision_class", lambda name: no_network)
-    monkeypatch.setattr(data, "_files", lambda entry, directory: {directory / "absent": ""})
     with pytest.raises(data.DataError, match=r"mnist could not be downloaded into .*data: no route to host"):
         data.get("mnist")
 
@@ -779,3 +778,18 @@ def test_a_constant_channel_cannot_be_standardized(root, tmp_path):
         Image.fromarray(np.full((4, 5, 3), 64, np.uint8)).save(path)
     with pytest.raises(ValueError, match="constant"):
         data.standardize(data.load(f"folder:{tree}"))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist"])
+def test_the_catalogue_names_the_files_that_torchvision_reads(name, tmp_path):
+    entry = data.CATALOGUE[name]
+    known = data._torchvision_class(name)
+    if name in data._IDX_MD5:
+        expected = {f"{known.__name__}/raw/{file}" for file in data._IDX_MD5[name]}
+    elif name == "svhn":
+        expected = {known.split_list[split][1] for split in ("train", "test")}
+    else:
+        files = [*known.train_list, *known.test_list, (known.meta["filename"], "")]
+        expected = {f"{known.base_folder}/{file}" for file, _ in files}
+    assert set(entry.files) == expected
+    assert all(len(md5) == 32 for md5 in data._md5_sums(entry, tmp_path).values())
