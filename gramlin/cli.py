@@ -129,21 +129,21 @@ def results(experiment, results_dir) -> None:
     problems = store.problems()
     if not problems:
         runs = store.runs(experiment)
+        # Of the settings, those that tell the runs apart.
+        names = list(dict.fromkeys(name for run in runs for name in run.settings))
+        telling = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
         rows = [
             {
                 "experiment": run.experiment,
-                **{key: run.settings.get(key, "") for key in ("dataset", "method", "lr", "seed")},
+                **{name: run.settings.get(name, "") for name in dict.fromkeys(["dataset", *telling])},
                 "seconds": f"{run.wall_seconds:.0f}",
                 "finished": run.finished[:10],
                 "commit": run.commit[:8],
             }
             for run in runs
         ]
-        click.echo(
-            _table(rows)
-            if rows
-            else f"no finished runs{f' of {experiment}' if experiment else ''} in {store.directory}"
-        )
+        of_it = f" of {experiment}" if experiment else ""
+        click.echo(_table(rows) if rows else f"no finished runs{of_it} in {store.directory}")
     for problem in problems:
         click.echo(problem, err=True)
     if problems:

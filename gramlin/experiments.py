@@ -246,7 +246,12 @@ def gram_shift_panels(runs: Sequence[Run]) -> dict[str, list[dict]]:
 
 
 def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Chapter 1's stored runs after their last epoch: mean ± standard deviation over seeds, a row a group."""
+    """Chapter 1's stored runs after their last epoch: mean ± standard deviation over seeds, a row a group.
+
+    The column "C2" judges each group by the rule of the claim: the 95% interval over seeds of the paired difference of
+    the first two correlations lies above 0 ("holds"), below 0 ("reversed") or on both sides ("undecided"); a group of
+    one seed is "not decided by one seed".
+    """
     columns = {
         "ρ(shift, virtual)": "rho_virtual",
         "ρ(shift, AGOP)": "rho_agop",
@@ -260,48 +265,16 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
         rows[title] = {"data": group[0].settings["dataset"], "seeds": len(group)}
         for name, key in columns.items():
             rows[title][name] = mean_and_spread([run.metrics[key][-1] for run in group])
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["data", "seeds", *columns])
+        rows[title]["C2"] = _gram_shift_verdict(group)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["data", "seeds", *columns, "C2"])
 
 
-@dataclass(frozen=True)
-class GramShiftVerdict:
-    """Claim C2 on the stored runs, by its rule.
-
-    Attributes:
-        dataset: what the runs trained on.
-        virtual, agop: the two correlations after the last epoch, mean ± standard deviation over seeds.
-        interval: 95% interval of the paired difference over seeds; None with fewer than two.
-        holds: whether the interval lies above 0; None while there is none.
-    """
-
-    dataset: str
-    virtual: str
-    agop: str
-    interval: tuple[float, float] | None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the claim holds; None if it has not been run."""
-        return None if self.interval is None else self.interval[0] > 0
-
-    def __str__(self) -> str:
-        if self.interval is None:
-            return "C2 at the paper's scale: not yet run"
-        word = "reproduced" if self.holds else "not reproduced"
-        low, high = self.interval
-        return f"C2 on {self.dataset}: difference of the correlations in [{low:.3f}, {high:.3f}]: {word}"
-
-
-def gram_shift_verdict(runs: Sequence[Run]) -> GramShiftVerdict:
-    """Judge C2 by plain SGD on standardised inputs, as ``gram_shift_settings`` has it first."""
-    groups = [group for title, group in _gram_shift_groups(runs).items() if title.endswith("SGD, η = 0.01")]
-    if not groups:
-        return GramShiftVerdict("none", "not yet run", "not yet run", None)
-    virtual, agop_ = ([run.metrics[key][-1] for run in groups[0]] for key in ("rho_virtual", "rho_agop"))
-    interval = paired_interval(virtual, agop_) if len(virtual) > 1 else None
-    return GramShiftVerdict(
-        groups[0][0].settings["dataset"], mean_and_spread(virtual), mean_and_spread(agop_), interval
-    )
+def _gram_shift_verdict(group: Sequence[Run]) -> str:
+    if len(group) < 2:
+        return "not decided by one seed"
+    virtual, rival = ([run.metrics[key][-1] for run in group] for key in ("rho_virtual", "rho_agop"))
+    low, high = paired_interval(virtual, rival)
+    return "holds" if low > 0 else "reversed" if high < 0 else "undecided"
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

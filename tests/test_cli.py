@@ -88,6 +88,7 @@ def test_data_get_prepares_or_says_why_not(monkeypatch, tmp_path):
 
 def test_results_are_listed_and_damage_is_reported(tmp_path):
     assert "no finished runs" in run("results", "--results-dir", tmp_path).stdout
+    ResultsStore(tmp_path).save(Run("demo", {"dataset": "digits", "seed": 6}, {}, 4.5, "cpu"))
     path = ResultsStore(tmp_path).save(Run("demo", {"dataset": "digits", "seed": 7}, {}, 12.3, "cpu"))
     listed = run("results", "--results-dir", tmp_path)
     assert listed.exit_code == 0
