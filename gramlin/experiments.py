@@ -248,6 +248,8 @@ def gram_shift_panels(runs: Sequence[Run]) -> dict[str, list[dict]]:
 def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Chapter 1's stored runs after their last epoch: mean ± standard deviation over seeds, a row a group.
 
+    The index has the name of the data set, or of the data sets, and then each row's title begins with its own.
+
     The column "C2" judges each group by the rule of the claim: the 95% interval over seeds of the paired difference of
     the first two correlations lies above 0 ("holds"), below 0 ("reversed") or on both sides ("undecided"); a group of
     one seed is "not decided by one seed".
@@ -262,11 +264,12 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
     }
     rows = {}
     for title, group in _gram_shift_groups(runs).items():
-        rows[title] = {"data": group[0].settings["dataset"], "seeds": len(group)}
+        rows[title] = {"seeds": len(group)}
         for name, key in columns.items():
             rows[title][name] = mean_and_spread([run.metrics[key][-1] for run in group])
         rows[title]["C2"] = _gram_shift_verdict(group)
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["data", "seeds", *columns, "C2"])
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["seeds", *columns, "C2"])
+    return table.rename_axis(index=", ".join(sorted({run.settings["dataset"] for run in runs})))
 
 
 def _gram_shift_verdict(group: Sequence[Run]) -> str:

@@ -335,6 +335,39 @@ def test_plain_descent_differs_from_the_virtual_sum_by_its_squared_gradients():
     assert relative_error(virtual.shift + squares, gram_shift(before, layer.weight.detach())) < TIGHT
 
 
+def test_weight_decay_shrinks_the_gram_beside_following_the_loss():
+    features, deltas, weight = tensors(0, (8, 5), (8, 3), (3, 5))
+    lr, decay = 0.1, 0.3
+    gradient = deltas.T @ features
+    cross = (deltas @ weight).T @ features
+    parameter = nn.Parameter(weight.clone())
+    parameter.grad = gradient.clone()
+    torch.optim.SGD([parameter], lr=lr, weight_decay=decay).step()
+    shrink = 1 - lr * decay
+    expected = shrink**2 * weight_gram(weight) - lr * shrink * (cross + cross.T) + lr**2 * gradient.T @ gradient
+    assert relative_error(weight_gram(parameter.detach()), expected) < TIGHT
+
+
+def test_momentum_moves_the_shifted_weight_as_derived():
+    torch.manual_seed(0)
+    layer, lr, mu = nn.Linear(5, 4, bias=False).double(), 0.2, 0.8
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr, momentum=mu)
+    rate, velocity = lr / (1 - mu), torch.zeros(4, 5, dtype=torch.float64)
+    for step in range(4):
+        weight = layer.weight.detach().clone()
+        optimizer.zero_grad()
+        with record(nn.Sequential(layer)) as seen:
+            torch.tanh(layer(tensors(step, (8, 5))[0])).square().mean().backward()
+        gradient = layer.weight.grad.clone()
+        cross, stale = seen["0"].feature_gradients.T @ seen["0"].features, velocity.T @ gradient
+        optimizer.step()
+        shifted = [weight - rate * mu * velocity]
+        velocity = mu * velocity + gradient
+        shifted.append(layer.weight.detach() - rate * mu * velocity)
+        expected = -rate * (cross + cross.T) + rate**2 * (mu * (stale + stale.T) + gradient.T @ gradient)
+        assert relative_error(gram_shift(*shifted), expected) < TIGHT
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_virtual_covariance_of_a_convolution(groups):
     torch.manual_seed(0)
