@@ -252,7 +252,8 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
 
     The column "C2" judges each group by the rule of the claim: the 95% interval over seeds of the paired difference of
     the first two correlations lies above 0 ("holds"), below 0 ("reversed") or on both sides ("undecided"); a group of
-    one seed is "not decided by one seed".
+    one seed is "not decided by one seed". The relative gap is given for plain SGD only: with momentum or Adam the two
+    matrices have different scales.
     """
     columns = {
         "ρ(shift, virtual)": "rho_virtual",
@@ -267,6 +268,8 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
         rows[title] = {"seeds": len(group)}
         for name, key in columns.items():
             rows[title][name] = mean_and_spread([run.metrics[key][-1] for run in group])
+        if group[0].settings["method"] != "sgd" or group[0].settings["momentum"]:
+            rows[title]["relative gap"] = "–"
         rows[title]["C2"] = _gram_shift_verdict(group)
     table = pd.DataFrame.from_dict(rows, orient="index", columns=["seeds", *columns, "C2"])
     return table.rename_axis(index=", ".join(sorted({run.settings["dataset"] for run in runs})))

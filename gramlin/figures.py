@@ -127,10 +127,14 @@ def plot_unrolling(snapshots: dict[str, ArrayLike], target: ArrayLike, grams: di
 
 
 def plot_unrolling_over_time(
-    steps: ArrayLike, losses: ArrayLike, linearity: ArrayLike, residual: ArrayLike, control: ArrayLike
+    steps: ArrayLike,
+    losses: ArrayLike,
+    linearity: ArrayLike,
+    residual: ArrayLike,
+    controls: dict[str, ArrayLike],
 ) -> Figure:
-    """Draw R² of the target from the moved points over steps beside the loss: rows are seeds, the control has one."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
+    """Draw R² of the target from the moved points over steps beside the loss: rows are seeds, each control is one."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.0))
     for row in np.atleast_2d(losses):
         left.semilogy(steps, row, color=COLORS["gram"], alpha=0.8)
     left.set(xlabel="step", ylabel="mean squared error", title="training loss, a line a seed")
@@ -139,9 +143,10 @@ def plot_unrolling_over_time(
         right.plot(steps, points, color=COLORS["virtual"], label=label)
         label = None if index else "target from the summed residuals"
         right.plot(steps, summed, "--", color=COLORS["agop_sqrt"], label=label)
-    right.plot(steps, control, ":", color=COLORS["control"], label="control: trained on shuffled targets")
+    for style, (label, values) in zip((":", "-."), controls.items(), strict=False):
+        right.plot(steps, values, style, color=COLORS["control"], label=label)
     right.set(xlabel="step", ylabel="R² of linear regression", title="how linear the target has become")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2)
     return figure
 
 
@@ -173,14 +178,12 @@ def plot_idea(
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.1))
     points, gradient = np.asarray(points), np.asarray(gradient)
-    drawn = _scatter_roll(
-        left, points, target, "The step that features do not take, $-\\eta\\,\\partial L/\\partial H$ …"
-    )
+    drawn = _scatter_roll(left, points, target, "the step the features do not take: $-\\eta\\,\\partial L/\\partial H$")
     left.quiver(*points.T, *-gradient.T, color="#444444", angles="xy", scale_units="xy", scale=1, width=0.003)
     figure.colorbar(drawn, ax=left, label="target", shrink=0.85)
     right.plot(*_gram_ellipse(before), color="#999999", label="$W^\\top W$ before training")
     right.plot(*_gram_ellipse(after), color=COLORS["gram"], linewidth=3, label="$W^\\top W$ after training")
     right.plot(*_gram_ellipse(virtual), "--", color=COLORS["agop_sqrt"], label="before + virtual covariance shift")
-    right.set(title="… is the one that the Gram matrix takes", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    right.set(title="the Gram matrix, which it moves", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3)
     return figure

@@ -18,7 +18,7 @@ FIGURES = {
     "unrolling": lambda: figures.plot_unrolling(
         {"start": roll, "end": roll}, roll[:, 0], {"start": np.eye(2), "end": np.diag([1.0, 2.0])}
     ),
-    "unrolling over time": lambda: figures.plot_unrolling_over_time(x, [x, x], [x, x], [x, x], x),
+    "unrolling over time": lambda: figures.plot_unrolling_over_time(x, [x, x], [x, x], [x, x], {"one": x, "two": x}),
     "stationarity": lambda: figures.plot_stationarity(x, {"linear1": x}, {"linear1": x}),
     "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),
 }
