@@ -178,7 +178,7 @@ def test_configuration_has_only_keys_that_jupyter_book_reads():
 TEX = re.findall(
     r"\w+",
     "Delta Bigl Bigr alpha begin bigl bigr cdots dot end eta frac in lVert lambda langle ldots le mathbb mathbf mathrm"
-    " mu nabla op partial phi propto qquad quad rVert rangle sum tau text tfrac tilde times top",
+    " mu nabla ne op partial phi propto qquad quad rVert rangle sqrt sum tau text tfrac tilde times top varepsilon",
 )
 
 
