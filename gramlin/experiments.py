@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from scipy import stats
+from torch import nn
 from tqdm import tqdm
 
 from gramlin import data
 from gramlin.gram import VirtualCovariance, agop, gram_shift, matrix_correlation, relative_error, weight_gram
-from gramlin.models import MLP
+from gramlin.models import CNN, MLP
 from gramlin.results import ResultsStore, Run
 from gramlin.training import accuracy, train
+from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar_factor, whiten
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,183 @@ def _gram_shift_verdict(group: Sequence[Run]) -> str:
     virtual, rival = ([run.metrics[key][-1] for run in group] for key in ("rho_virtual", "rho_agop"))
     low, high = paired_interval(virtual, rival)
     return "holds" if low > 0 else "reversed" if high < 0 else "undecided"
+
+
+# ---- Chapter 2: the two halves of a step ---------------------------------------------------------------------------
+
+# What becomes of a layer's steps, in the hidden layers and in the readout. "plain" keeps them, "gram" and "rotation"
+# keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly).
+UPDATES = {
+    "sgd": ("plain", "plain"),
+    "whitened": ("gram", "gram"),
+    "newton-schulz": ("gram", "gram"),
+    "rotation": ("rotation", "rotation"),
+    "gram in hidden layers only": ("gram", "rotation"),
+    "rotation in hidden layers": ("rotation", "plain"),
+    "readout only": ("frozen", "plain"),
+}
+
+
+def measure_whitening(
+    *,
+    dataset: str,
+    method: str,
+    model: str,
+    lr: float,
+    momentum: float,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+) -> dict:
+    """Train by SGD with parts of its steps taken out, and follow accuracy and each layer's Gram matrix.
+
+    Args:
+        dataset: a name for ``gramlin.data.load``; inputs are standardised.
+        method: a key of ``UPDATES``; "newton-schulz" is "whitened" by the approximate solver of ten steps.
+        model: "mlp" (two hidden layers of 256, GELU) or "cnn" (three convolutions of 16 channels, ReLU).
+        lr: the learning rate.
+        momentum: of SGD.
+        batch_size: samples a step.
+        epochs: passes over the training split.
+        seed: of the initial weights and the order of samples.
+        device: where to run.
+
+    Returns:
+        Lists over epochs from 1: ``train_loss``, ``train_accuracy``, ``test_accuracy`` (accuracies in [0, 1]). Under
+        ``layers``, for each layer by name:
+
+        - ``gram_change``, over epochs: the norm of the Gram shift since initialisation over that of the first Gram
+          matrix.
+        - ``singular_values``: of the last weight, 17 quantiles from the smallest to the largest.
+        - where the steps keep their Gram shift, for a few ``steps`` (the powers of two and the last): ``gram_error``,
+          the norm of what the stored weight's Gram matrix differs by from that of the plain step's weight, over the
+          norm of the step's Gram shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded to the weights'
+          precision; ``kept``, the length ‖R* W⁺ − W‖ of what remains of the step over that of the step.
+    """
+    split = data.standardize(data.load(dataset, device=device))
+    torch.manual_seed(seed)
+    shape = split.train_inputs.shape[1:]
+    if model == "mlp":
+        network = MLP([shape.numel(), 256, 256, split.num_classes], "gelu")
+    elif model == "cnn":
+        network = CNN(shape, split.num_classes)
+    else:
+        raise ValueError(f"model is {model!r}; pass 'mlp' or 'cnn'")
+    network = network.to(device, memory_format=torch.channels_last)  # for convolutions on a CPU: 1.3 times faster
+    layers = {name: layer for name, layer in network.named_children() if hasattr(layer, "weight")}
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=momentum)
+    steps = epochs * -(-len(split.train_inputs) // batch_size)
+    watch = _split_steps(optimizer, layers, method, last=steps)
+    initial = {name: weight_gram(layer.weight.detach().double()) for name, layer in layers.items()}
+    changes = {name: [] for name in layers}
+
+    def compare(epoch: int) -> dict:
+        if epoch == 0:
+            return {}
+        for name, layer in layers.items():
+            changes[name].append(relative_error(weight_gram(layer.weight.detach().double()), initial[name]))
+        return {
+            "train_accuracy": accuracy(network, split.train_inputs, split.train_targets),
+            "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
+        }
+
+    history = train(
+        network,
+        optimizer,
+        split.train_inputs,
+        split.train_targets,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        record=compare,
+    )
+    metrics = {key: [row[key] for row in history[1:]] for key in history[1]}
+    quantiles = torch.linspace(0, 1, 17, dtype=torch.float64, device=device)
+    for name, layer in layers.items():
+        values = torch.linalg.svdvals(layer.weight.detach().flatten(1).double())
+        watch[name]["singular_values"] = values.quantile(quantiles).tolist()
+        watch[name]["gram_change"] = changes[name]
+    return {**metrics, "layers": watch}
+
+
+def _split_steps(
+    optimizer: torch.optim.Optimizer, layers: dict[str, nn.Module], method: str, last: int
+) -> dict[str, dict[str, list]]:
+    """Attach what the method asks for to the optimizer; returns lists that fill up as it steps."""
+    *hidden, readout = layers
+    halves = dict.fromkeys(hidden, UPDATES[method][0]) | {readout: UPDATES[method][1]}
+    for name, half in halves.items():
+        if half == "frozen":
+            layers[name].requires_grad_(False)
+    whitened = {name: layers[name].weight for name, half in halves.items() if half == "gram"}
+    keys = ("steps", "gram_error", "gram_error_floor", "kept")
+    watch = {name: {key: [] for key in keys if name in whitened} for name in layers}
+    seen = {}
+    step = 0
+
+    def watched() -> bool:
+        return step & (step - 1) == 0 or step == last
+
+    @torch.no_grad()
+    def before_step(*_) -> None:
+        nonlocal step
+        step += 1
+        if watched():
+            seen["before"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+
+    @torch.no_grad()
+    def after_step(*_) -> None:
+        if watched():
+            seen["plain"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+
+    @torch.no_grad()
+    def after_whitening(*_) -> None:
+        if not watched():
+            return
+        for name, weight in whitened.items():
+            before, plain = seen["before"][name], seen["plain"][name]
+            exact = nearest_with_same_gram(before=before, after=plain).to(weight.dtype)
+            watch[name]["steps"].append(step)
+            size = gram_shift(before, plain).norm()
+            for key, stored in (("gram_error", weight.flatten(1)), ("gram_error_floor", exact)):
+                watch[name][key].append((gram_shift(plain, stored.double()).norm() / size).item())
+            watch[name]["kept"].append(((weight.flatten(1) - before).norm() / (plain - before).norm()).item())
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)  # hooks run in this order, so this one sees the plain step
+    for keep in ("gram", "rotation"):
+        chosen = [layers[name].weight for name, half in halves.items() if half == keep]
+        solver = newton_schulz_polar if method == "newton-schulz" else polar_factor
+        if chosen:
+            whiten(optimizer, chosen, keep=keep, solver=solver)
+    optimizer.register_step_post_hook(after_whitening)
+    return watch
+
+
+WHITENING = Experiment("whitening", measure_whitening)
+
+
+def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+    """The paper-scale runs of chapter 2, most telling first.
+
+    SGD and its whitened twin for all seeds; the CNN, the approximate solver and the controls for three; other learning
+    rates for two.
+    """
+    base = {"dataset": dataset, "model": "mlp", "lr": 0.01, "momentum": 0.95, "batch_size": 64, "epochs": 20}
+    twins = [{"method": "sgd"}, {"method": "whitened"}]
+    parts = [
+        (len(seeds), twins),
+        (3, [{**twin, "model": "cnn"} for twin in twins]),
+        (3, [{"method": method} for method in UPDATES if method not in ("sgd", "whitened")]),
+        (2, [{**twin, "lr": lr} for lr in (0.1, 0.05, 0.005) for twin in twins]),
+    ]
+    return [
+        {**base, **variant, "seed": seed} for count, variants in parts for seed in seeds[:count] for variant in variants
+    ]
+
+
+# ---- Over seeds ----------------------------------------------------------------------------------------------------
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

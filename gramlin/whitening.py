@@ -15,6 +15,7 @@ weights are stored in, and R enters as W⁺ + (R − I) W⁺: the one rounding l
 """
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -167,6 +168,7 @@ def whiten(
     optimizer: Optimizer,
     params: Iterable[Tensor] | None = None,
     *,
+    keep: Literal["gram", "rotation"] = "gram",
     solver: Callable[[Tensor], Tensor] = polar_factor,
 ) -> WhiteningHandle:
     """Make each step of `optimizer` keep its Gram shift and nothing else: W⁺ becomes R* W⁺.
@@ -195,6 +197,9 @@ def whiten(
         optimizer: any `torch.optim.Optimizer`.
         params: the parameters to whiten, each of at least two axes and in the optimizer. Default: at each step, all of
             the optimizer's that have at least two axes and require a gradient.
+        keep: "gram", or "rotation" for the other half of the step: R*ᵀ W, which turns W as the step turned it and
+            leaves the Gram matrix WᵀW what it was. (By the same theorem with W and W⁺ exchanged, it is the weight with
+            the old Gram matrix that is nearest to W⁺.)
         solver: from M = W W⁺ᵀ (k, k), in the weight's dtype (at least float32), to R. The default is computed by
             `nearest_with_same_gram`; any other is applied plainly, as R @ W⁺, so that approximate solvers such as
             `newton_schulz_polar` can be compared.
@@ -204,9 +209,11 @@ def whiten(
 
     Raises:
         TypeError: a parameter is complex, or (at the step) has a sparse gradient.
-        ValueError: a given parameter is not in the optimizer, or has fewer than two axes; at the step, a
-            weight with NaN or infinite entries.
+        ValueError: `keep` is neither of the two; a given parameter is not in the optimizer, or has fewer than two
+            axes; at the step, a weight with NaN or infinite entries.
     """
+    if keep not in ("gram", "rotation"):
+        raise ValueError(f"keep is {keep!r}; pass 'gram' or 'rotation'")
     chosen = None if params is None else list(params)
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for p in chosen or ():
@@ -240,13 +247,15 @@ def whiten(
         for p, old in before:
             if p.numel() == 0 or torch.equal(p, old):
                 continue
-            W, W_plus = old.flatten(1), p.flatten(1)
+            target, kept = old.flatten(1), p.flatten(1)  # turn `kept` until it is nearest to `target`
+            if keep == "rotation":
+                target, kept = kept, target
             if solver is polar_factor:
-                new = nearest_with_same_gram(before=W, after=W_plus)
+                new = nearest_with_same_gram(before=target, after=kept)
             else:
                 dtype = torch.promote_types(p.dtype, torch.float32)
-                W, W_plus = W.to(dtype), W_plus.to(dtype)
-                new = solver(W @ W_plus.mT) @ W_plus
+                target, kept = target.to(dtype), kept.to(dtype)
+                new = solver(target @ kept.mT) @ kept
             p.copy_(new.view(p.shape))
         before.clear()
 
