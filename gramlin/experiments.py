@@ -288,7 +288,9 @@ def _gram_shift_verdict(group: Sequence[Run]) -> str:
 # ---- Chapter 2: the two halves of a step ---------------------------------------------------------------------------
 
 # What becomes of a layer's steps, in the hidden layers and in the readout. "plain" keeps them, "gram" and "rotation"
-# keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly).
+# keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly). The
+# random ones are the controls: "not random" drops as many directions as there are rotations, but random ones, and
+# "random" keeps those only.
 UPDATES = {
     "sgd": ("plain", "plain"),
     "whitened": ("gram", "gram"),
@@ -297,6 +299,8 @@ UPDATES = {
     "gram in hidden layers only": ("gram", "rotation"),
     "rotation in hidden layers": ("rotation", "plain"),
     "readout only": ("frozen", "plain"),
+    "random directions dropped": ("not random", "not random"),
+    "random directions only": ("random", "random"),
 }
 
 
@@ -326,16 +330,17 @@ def measure_whitening(
         device: where to run.
 
     Returns:
-        Lists over epochs from 1: ``train_loss``, ``train_accuracy``, ``test_accuracy`` (accuracies in [0, 1]). Under
-        ``layers``, for each layer by name:
+        Of a run that diverged, ``diverged``: how. Otherwise lists over epochs from 1: ``train_loss``,
+        ``train_accuracy``, ``test_accuracy`` (accuracies in [0, 1]). Under ``layers``, for each layer by name:
 
         - ``gram_change``, over epochs: the norm of the Gram shift since initialisation over that of the first Gram
           matrix.
         - ``singular_values``: of the last weight, 17 quantiles from the smallest to the largest.
-        - where the steps keep their Gram shift, for a few ``steps`` (the powers of two and the last): ``gram_error``,
-          the norm of what the stored weight's Gram matrix differs by from that of the plain step's weight, over the
-          norm of the step's Gram shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded to the weights'
-          precision; ``kept``, the length ‖R* W⁺ − W‖ of what remains of the step over that of the step.
+        - where the steps keep their Gram shift, and it alone, for a few ``steps`` (the powers of two and the last):
+          ``gram_error``, the norm of what the stored weight's Gram matrix differs by from that of the plain step's
+          weight, over the norm of the step's Gram shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded
+          to the weights' precision; ``kept``, the length ‖R* W⁺ − W‖ of what remains of the step over that of the
+          step.
     """
     split = data.standardize(data.load(dataset, device=device))
     torch.manual_seed(seed)
@@ -364,16 +369,11 @@ def measure_whitening(
             "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
         }
 
-    history = train(
-        network,
-        optimizer,
-        split.train_inputs,
-        split.train_targets,
-        epochs=epochs,
-        batch_size=batch_size,
-        seed=seed,
-        record=compare,
-    )
+    options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": compare}
+    try:
+        history = train(network, optimizer, split.train_inputs, split.train_targets, **options)
+    except FloatingPointError as error:
+        return {"diverged": str(error)}
     metrics = {key: [row[key] for row in history[1:]] for key in history[1]}
     quantiles = torch.linspace(0, 1, 17, dtype=torch.float64, device=device)
     for name, layer in layers.items():
@@ -433,8 +433,39 @@ def _split_steps(
         solver = newton_schulz_polar if method == "newton-schulz" else polar_factor
         if chosen:
             whiten(optimizer, chosen, keep=keep, solver=solver)
+    for name, half in halves.items():
+        if half in ("random", "not random"):
+            _project_steps(optimizer, layers[name].weight, only=half == "random")
     optimizer.register_step_post_hook(after_whitening)
     return watch
+
+
+def _project_steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *, only: bool) -> None:
+    """Project each step onto {ΩV : Ω skew} for one random V of the weight's shape (`only`), or off it.
+
+    With W in V's place these would be the rotations of W, to first order; so it is a subspace of their dimension, and
+    about their geometry. The nearest ΩV to a step D solves ΩS + SΩ = DVᵀ − VDᵀ, S = VVᵀ: set the derivative of
+    ‖ΩV − D‖² along every skew matrix to zero.
+    """
+    random = torch.randn(weight.flatten(1).shape, device=weight.device)  # from the seed of the run
+    eigenvalues, basis = torch.linalg.eigh(random.double() @ random.mT.double())
+    sums = (eigenvalues[:, None] + eigenvalues).to(random)
+    basis = basis.to(random)
+    seen = {}
+
+    @torch.no_grad()
+    def save(*_) -> None:
+        seen["before"] = weight.clone()
+
+    @torch.no_grad()
+    def project(*_) -> None:
+        half = (weight - seen["before"]).flatten(1) @ random.mT
+        generator = basis @ (basis.mT @ (half - half.mT) @ basis / sums) @ basis.mT
+        within = (generator @ random).view(weight.shape)
+        weight.copy_(seen["before"] + within if only else weight - within)
+
+    optimizer.register_step_pre_hook(save)
+    optimizer.register_step_post_hook(project)
 
 
 WHITENING = Experiment("whitening", measure_whitening)

@@ -209,8 +209,8 @@ def whiten(
 
     Raises:
         TypeError: a parameter is complex, or (at the step) has a sparse gradient.
-        ValueError: `keep` is neither of the two; a given parameter is not in the optimizer, or has fewer than two
-            axes; at the step, a weight with NaN or infinite entries.
+        ValueError: `keep` is neither of the two; a given parameter is not in the optimizer, or has fewer than two axes.
+        FloatingPointError: at the step, a weight with NaN or infinite entries.
     """
     if keep not in ("gram", "rotation"):
         raise ValueError(f"keep is {keep!r}; pass 'gram' or 'rotation'")
@@ -251,7 +251,10 @@ def whiten(
             if keep == "rotation":
                 target, kept = kept, target
             if solver is polar_factor:
-                new = nearest_with_same_gram(before=target, after=kept)
+                try:
+                    new = nearest_with_same_gram(before=target, after=kept)
+                except ValueError as error:
+                    raise FloatingPointError(f"{error}: lower the learning rate, or look at the data") from error
             else:
                 dtype = torch.promote_types(p.dtype, torch.float32)
                 target, kept = target.to(dtype), kept.to(dtype)

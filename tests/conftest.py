@@ -4,6 +4,10 @@ import importlib
 import sys
 
 import pytest
+import torch
+
+# The tests' tensors are small: with several threads most of the time goes into waiting for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gramlin import agop, data, gram_shift, matrix_correlation
+from gramlin import agop, data, experiments, gram_shift, matrix_correlation
 from gramlin.experiments import (
     GRAM_SHIFT,
+    UPDATES,
+    WHITENING,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
     paired_interval,
     run_once,
+    whitening_settings,
 )
-from gramlin.models import MLP
+from gramlin.models import CNN, MLP
 from gramlin.results import Run
 from gramlin.training import accuracy, train
 
@@ -182,3 +185,99 @@ def test_paired_interval_is_students():
     assert (low, high) == pytest.approx((2 - 4.3026527 / 3**0.5, 2 + 4.3026527 / 3**0.5))
     with pytest.raises(ValueError, match="two pairs"):
         paired_interval([1.0], [2.0])
+
+
+# ---- Chapter 2 -----------------------------------------------------------------------------------------------------
+
+
+def test_cnn_has_the_stated_layers():
+    model = CNN((3, 9, 14), 7, channels=5)
+    assert [tuple(p.shape) for p in model.parameters() if p.ndim > 1] == [
+        (5, 3, 3, 3),
+        (5, 5, 3, 3),
+        (5, 5, 3, 3),
+        (7, 5 * 2 * 3),
+    ]
+    assert model(torch.zeros(2, 3, 9, 14)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((3, 32), 10), r"input_shape is \(3, 32\); pass \(channels, height, width\)"),
+        (((1, 3, 8), 10), "at least 4×4 pixels"),
+        (((1, 8, 8), 10, 16, "swish"), "activation is 'swish'; pass one of gelu"),
+    ],
+)
+def test_cnn_errors(unchecked, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        unchecked.models.CNN(*arguments)
+
+
+def whitening_run(method: str, **changes):
+    settings = whitening_settings("digits", [0])[0] | {"method": method, "epochs": 1} | changes
+    return run_once(WHITENING, settings).metrics
+
+
+@pytest.mark.parametrize("method", UPDATES)
+def test_each_method_keeps_what_it_says(method):
+    layers = whitening_run(method)["layers"]
+    *hidden, readout = layers
+    for names, half in zip((hidden, [readout]), UPDATES[method], strict=True):
+        for name in names:
+            change = layers[name]["gram_change"][-1]
+            # Float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix.
+            assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > 1e-2
+            assert ("gram_error" in layers[name]) == (half == "gram")
+            if half == "gram" and method != "newton-schulz":
+                errors, floors = layers[name]["gram_error"], layers[name]["gram_error_floor"]
+                assert all(error < 1.1 * floor for error, floor in zip(errors, floors, strict=True))
+                assert layers[name]["steps"] == [1, 2, 4, 8, 16, 23]
+    if method == "newton-schulz":
+        assert max(layers["linear2"]["gram_error"]) > 0.1  # the square layer, of which it loses the shift
+
+
+def test_the_cnn_is_whitened_too():
+    layers = whitening_run("whitened", model="cnn")["layers"]
+    assert list(layers) == ["conv1", "conv2", "conv3", "linear"]
+    assert all(max(layer["gram_error"]) < 1e-3 for layer in layers.values())
+
+
+def test_a_run_that_diverges_says_so():
+    for method in ("sgd", "whitened"):
+        assert "lower the learning rate" in whitening_run(method, lr=1e4)["diverged"]
+
+
+def test_steps_are_projected_on_and_off_the_random_rotations():
+    """The two projections of one step add up to the step, are orthogonal, and the kept one has the stated form ΩV."""
+    steps, start = {}, torch.randn(6, 9)
+    for method in ("random directions only", "random directions dropped", "sgd"):
+        torch.manual_seed(5)
+        layer = torch.nn.Linear(9, 6)
+        weight = layer.weight
+        weight.data.copy_(start)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        experiments._split_steps(optimizer, {"hidden": torch.nn.Linear(1, 1), "readout": layer}, method, last=1)
+        weight.grad = torch.linspace(-1, 1, 54).view(6, 9) ** 3
+        optimizer.step()
+        steps[method] = (weight.detach() - start).double()
+    only, off, full = steps.values()
+    # Tolerances: float32 with numbers of order 1.
+    torch.testing.assert_close(only + off, full, rtol=0, atol=1e-5)
+    assert abs((only * off).sum()) < 1e-5
+    assert only.norm() > 0.1
+    # ΩV for skew Ω: with V⁺ its pseudo-inverse, (step V⁺) is Ω, and leaves nothing over.
+    torch.manual_seed(5)
+    torch.nn.Linear(9, 6), torch.nn.Linear(1, 1)
+    torch.randn(1, 1)  # the hidden layer's is drawn first
+    random = torch.randn(6, 9).double()
+    generator = only @ torch.linalg.pinv(random)
+    torch.testing.assert_close(generator, -generator.mT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(generator @ random, only, rtol=0, atol=1e-5)
+
+
+def test_settings_of_chapter_2_start_with_the_claim_and_repeat_nothing():
+    settings = whitening_settings("mnist", [0, 1, 2, 3, 4])
+    assert [each["method"] for each in settings[:2]] == ["sgd", "whitened"]
+    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 6
+    assert all(len(whitening_settings("mnist", range(n))) > 0 for n in (1, 2))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gramlin import whitening
+from gramlin.gram import weight_gram
 from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar_factor, whiten
 
 F32, F64 = torch.float32, torch.float64
@@ -774,6 +775,38 @@ def test_groups_added_later_are_whitened_too():
     assert changed == [False, True, True, False]
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (7, 7), (9, 4), (3, 2, 3, 2)])
+def test_the_two_halves_of_a_step_make_up_the_step(shape):
+    """Keeping the rotation gives QW with the old Gram, keeping the Gram shift gives X, and the step itself is QX."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    results = {}
+    for keep in ("gram", "rotation", "both"):
+        weight = nn.Parameter(start.clone())
+        weight.grad = gradient
+        optimizer = torch.optim.SGD([weight], lr=0.3)
+        if keep != "both":
+            whiten(optimizer, keep=keep)
+        optimizer.step()
+        results[keep] = weight.detach().flatten(1)
+    before, after = start.flatten(1), results["both"]
+    # Tolerance: float64 and matrices of size 10.
+    torch.testing.assert_close(weight_gram(results["rotation"]), weight_gram(before), rtol=0, atol=1e-12)
+    torch.testing.assert_close(weight_gram(results["gram"]), weight_gram(after), rtol=0, atol=1e-12)
+    if before.shape[0] <= before.shape[1]:  # with more rows than columns Q is not unique off their span
+        turn = polar_factor(after @ before.mT)
+        torch.testing.assert_close(turn @ before, results["rotation"], rtol=0, atol=1e-9)
+        torch.testing.assert_close(turn @ results["gram"], after, rtol=0, atol=1e-9)
+    assert (weight_gram(results["gram"]) - weight_gram(before)).norm() > 0.1
+    assert (results["rotation"] - before).norm() > 0.1
+
+
+def test_what_to_keep_is_one_of_two(unchecked_whitening):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 3))], lr=0.1)
+    with pytest.raises(ValueError, match="keep is 'left'; pass 'gram' or 'rotation'"):
+        unchecked_whitening.whiten(optimizer, keep="left")
+
+
 def test_another_solver_is_applied_plainly():
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -813,7 +846,8 @@ def test_complex_weights_sparse_gradients_and_divergence_are_errors():
     optimizer = torch.optim.SGD([p], lr=0.1)
     whiten(optimizer)
     p.grad = torch.full((2, 3), math.nan)
-    with pytest.raises(ValueError, match=r"after the step has 6 NaN or infinite entries of 6 \(shape \(2, 3\)\)"):
+    words = r"after the step has 6 NaN or infinite entries of 6 \(shape \(2, 3\)\): lower the learning rate"
+    with pytest.raises(FloatingPointError, match=words):
         optimizer.step()
 
 
