@@ -335,6 +335,7 @@ def measure_whitening(
 
         - ``gram_change``, over epochs: the norm of the Gram shift since initialisation over that of the first Gram
           matrix.
+        - ``shape``: (k, d) of its weight matrix.
         - ``singular_values``: of the last weight, 17 quantiles from the smallest to the largest.
         - where the steps keep their Gram shift, and it alone, for a few ``steps`` (the powers of two and the last):
           ``gram_error``, the norm of what the stored weight's Gram matrix differs by from that of the plain step's
@@ -380,6 +381,7 @@ def measure_whitening(
         values = torch.linalg.svdvals(layer.weight.detach().flatten(1).double())
         watch[name]["singular_values"] = values.quantile(quantiles).tolist()
         watch[name]["gram_change"] = changes[name]
+        watch[name]["shape"] = list(layer.weight.flatten(1).shape)
     return {**metrics, "layers": watch}
 
 
@@ -490,16 +492,110 @@ def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     ]
 
 
+def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 2's claims C4 and C4b: SGD against whitened steps after the last epoch, a row a network and setting.
+
+    Test accuracies in percent, mean ± standard deviation over seeds; the paired difference whitened − SGD in points
+    with Student's 95% interval over the seeds that both have; and the verdict by the claims' rule: "reproduced" if
+    the interval excludes a loss of more than 1 point, "not reproduced" if it holds nothing but such losses.
+    """
+    rows = {}
+    for (dataset, model, lr), group in _grouped(runs, "dataset", "model", "lr").items():
+        pair = {
+            method: {run.settings["seed"]: run for run in group if run.settings["method"] == method}
+            for method in ("sgd", "whitened")
+        }
+        seeds = sorted(pair["sgd"].keys() & pair["whitened"].keys())
+        if not seeds:
+            continue
+        row = {"seeds": len(seeds)}
+        if any("diverged" in pair[method][seed].metrics for method in pair for seed in seeds):
+            failed = {m: sum("diverged" in pair[m][seed].metrics for seed in seeds) for m in pair}
+            row |= {"SGD": f"{failed['sgd']} diverged", "whitened": f"{failed['whitened']} diverged"}
+        else:
+            sgd, whitened = ([100 * pair[m][seed].metrics["test_accuracy"][-1] for seed in seeds] for m in pair)
+            row |= {"SGD": mean_and_spread(sgd, 2), "whitened": mean_and_spread(whitened, 2)}
+            row["difference"] = f"{sum(whitened) / len(seeds) - sum(sgd) / len(seeds):+.2f}"
+            if len(seeds) > 1:
+                low, high = paired_interval(whitened, sgd)
+                row["95% interval"] = f"[{low:+.2f}, {high:+.2f}]"
+                row["verdict"] = "reproduced" if low > -1 else "not reproduced" if high < -1 else "undecided"
+            else:
+                row["verdict"] = "not decided by one seed"
+        rows[dataset, model.upper(), lr] = row
+    columns = ["seeds", "SGD", "whitened", "difference", "95% interval", "verdict"]
+    index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "η"])
+    return pd.DataFrame(list(rows.values()), index=index, columns=columns).fillna("–")
+
+
+def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 2's controls, for one network and setting: what is reached with which part of the steps.
+
+    A row a method, in the order of ``UPDATES``: train and test accuracy after the last epoch in percent, mean ±
+    standard deviation over seeds; and how far the Gram matrices of the first hidden layer and of the readout have
+    moved, relative to the initial ones.
+    """
+    groups = _grouped(runs, "method")
+    rows = {}
+    for method in UPDATES:
+        group = [run for run in groups.get((method,), []) if "diverged" not in run.metrics]
+        if group:
+            layers = list(group[0].metrics["layers"])
+            rows[method] = {"seeds": len(group)}
+            for name in ("train_accuracy", "test_accuracy"):
+                values = [100 * run.metrics[name][-1] for run in group]
+                rows[method][name.replace("_", " ")] = mean_and_spread(values, 2)
+            for title, layer in (("first layer", layers[0]), ("readout", layers[-1])):
+                moved = [run.metrics["layers"][layer]["gram_change"][-1] for run in group]
+                rows[method][f"Gram shift, {title}"] = f"{sum(moved) / len(moved):.2g}"
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="steps")
+
+
+def kept_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """How much of a step is Gram shift: measured, and the share of directions, a row a layer and data set.
+
+    "of the squared length" is the mean of ‖R* W⁺ − W‖²/‖W⁺ − W‖² over the watched steps of the whitened runs;
+    "of the directions" is the share of the weight's k·d dimensions that are no rotations, 1 − (k−1)/(2d) for k ≤ d.
+    """
+    rows = {}
+    for (dataset, model), group in _grouped(runs, "dataset", "model").items():
+        group = [run for run in group if run.settings["method"] == "whitened" and "diverged" not in run.metrics]
+        for name in group[0].metrics["layers"] if group else ():
+            layers = [run.metrics["layers"][name] for run in group]
+            kept = [length**2 for layer in layers for length in layer["kept"]]
+            k, d = layers[0]["shape"]
+            rotations = k * (k - 1) / 2 if k <= d else k * d - d * (d + 1) / 2
+            rows[dataset, model.upper(), name] = {
+                "weight": f"{k}×{d}",
+                "of the directions": f"{1 - rotations / (k * d):.2f}",
+                "of the squared length": f"{sum(kept) / len(kept):.2f}",
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "layer"])
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def _grouped(runs: Sequence[Run], *keys: str) -> dict[tuple, list[Run]]:
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def select(runs: Sequence[Run], **settings) -> list[Run]:
+    """The runs that have these settings."""
+    return [run for run in runs if all(run.settings[key] == value for key, value in settings.items())]
+
+
 # ---- Over seeds ----------------------------------------------------------------------------------------------------
 
 
-def mean_and_spread(values: Sequence[float]) -> str:
+def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
     """The mean ± standard deviation over repetitions, in words."""
     mean, n = sum(values) / len(values), len(values)
     if n == 1:
-        return f"{mean:.3f}"
+        return f"{mean:.{digits}f}"
     spread = (sum((value - mean) ** 2 for value in values) / (n - 1)) ** 0.5
-    return f"{mean:.3f} ± {spread:.3f}"
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
 def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
