@@ -7,6 +7,7 @@ and saves each run the moment it ends, so that a sweep that was killed goes on w
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -72,7 +73,7 @@ def sweep(
                 progress.update()
         else:
             # Fresh processes: a forked one would inherit the thread pools of PyTorch in an undefined state.
-            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _one_thread)
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
             with pool:
                 futures = [pool.submit(_run_and_save, experiment, each, device, store) for each in missing]
                 for future in as_completed(futures):
@@ -93,8 +94,15 @@ def run_once(experiment: Experiment, settings: dict, device: str | torch.device 
     return Run(experiment.name, settings, metrics, wall_seconds=seconds, device=_device_name(device))
 
 
-def _one_thread() -> None:
+def _start_worker() -> None:
     torch.set_num_threads(1)
+    # A worker whose sweep was killed would go on working, and with the next sweep's for the same cores.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _run_and_save(experiment: Experiment, settings: dict, device: str, store: ResultsStore) -> None:

@@ -17,8 +17,20 @@ COLORS = {
     "gap": "#CC79A7",
     "theory": "#767676",
     "control": "#56B4E9",
+    "sgd": "#000000",
+    "whitened": "#009E73",
+    "newton-schulz": "#E69F00",
+    "rotation": "#CC79A7",
 }
-LABELS = {"virtual": "virtual covariance shift", "agop": "AGOP", "agop_sqrt": "square root of AGOP"}
+LABELS = {
+    "virtual": "virtual covariance shift",
+    "agop": "AGOP",
+    "agop_sqrt": "square root of AGOP",
+    "sgd": "SGD",
+    "whitened": "whitened: the Gram shift only",
+    "newton-schulz": "whitened by ten-step Newton–Schulz",
+    "rotation": "the rotation only",
+}
 TARGET_MAP = "viridis"
 
 
@@ -160,6 +172,141 @@ def plot_stationarity(gradient_norms: ArrayLike, errors: dict[str, ArrayLike], b
     axes.set(xlabel="norm of the gradient, weight decay included", ylabel="relative error of the identity")
     axes.invert_xaxis()
     axes.legend()
+    return figure
+
+
+def plot_step_in_the_plane(before: ArrayLike, after: ArrayLike, kept: ArrayLike) -> Figure:
+    """Draw one step of a 2×2 weight: its rows as arrows, the rotations of the step's result, the Gram ellipses.
+
+    Args:
+        before: W.
+        after: W⁺.
+        kept: R* W⁺.
+    """
+    before, after, kept = (np.asarray(each) for each in (before, after, kept))
+    figure, (rows, distance, ellipses) = plt.subplots(1, 3, figsize=(9.6, 3.4))
+    names = {"$W$": (before, "#999999"), "$W^+$": (after, COLORS["sgd"]), "$R_*W^+$": (kept, COLORS["whitened"])}
+    for label, (weight, color) in names.items():
+        for row, style in zip(weight, ("-", (0, (3, 1.5))), strict=True):
+            rows.annotate(
+                "", row, (0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linestyle": style, "lw": 2}
+            )
+        rows.plot([], [], color=color, label=label)
+    reach = 1.15 * max(np.abs(each).max() for each in (before, after, kept))
+    rows.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", title="the two rows of the weight")
+    rows.set(xlabel="$h_1$", ylabel="$h_2$")
+
+    angles = np.linspace(-np.pi, np.pi, 721)
+    turns = np.array([[np.cos(angles), -np.sin(angles)], [np.sin(angles), np.cos(angles)]]).transpose(2, 0, 1)
+    distances = np.linalg.norm(turns @ after - before, axis=(1, 2))
+    distance.plot(np.degrees(angles), distances, color=COLORS["theory"])
+    at_zero, nearest = np.linalg.norm(after - before), np.linalg.norm(kept - before)
+    turn = kept @ np.linalg.inv(after)
+    distance.plot(0, at_zero, "o", color=COLORS["sgd"])
+    distance.plot(np.degrees(np.arctan2(turn[1, 0], turn[0, 0])), nearest, "o", color=COLORS["whitened"])
+    distance.set(
+        xlabel="angle of R, degrees", ylabel="$\\Vert RW^+ - W\\Vert$", title="distance to W of the turned $W^+$"
+    )
+    distance.set_xticks([-180, -90, 0, 90, 180])
+
+    for weight, color, width, style in ((before, "#999999", 2, "-"), (after, COLORS["sgd"], 4, "-")):
+        ellipses.plot(*_gram_ellipse(weight.T @ weight), color=color, linewidth=width, linestyle=style)
+    ellipses.plot(*_gram_ellipse(kept.T @ kept), color=COLORS["whitened"], linestyle="--")
+    ellipses.set(title="Gram matrices, as ellipses", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    figure.legend(*rows.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def plot_solver_curve(values: ArrayLike, reached: ArrayLike, layers: dict[str, ArrayLike]) -> Figure:
+    """Draw what an approximate solver makes of a singular value, above the singular values that layers have.
+
+    Args:
+        values: singular values of M over ‖M‖_F, in (0, 1].
+        reached: what the solver makes of each; an exact one makes 1 of all.
+        layers: a name, and the singular values of its M over ‖M‖_F.
+    """
+    figure, (curve, rug) = plt.subplots(
+        2, 1, figsize=(7, 4.6), sharex=True, height_ratios=[2, 0.4 + 0.28 * len(layers)]
+    )
+    curve.semilogx(values, reached, color=COLORS["newton-schulz"], label="ten steps of Newton–Schulz")
+    curve.axhline(1, color=COLORS["whitened"], label="exact")
+    curve.set(ylabel="singular value of R")
+    curve.legend(loc="center left")
+    for height, singular in enumerate(layers.values()):
+        shown = np.clip(np.asarray(singular), np.min(values), None)
+        rug.plot(shown, np.full(len(shown), height), "|", color=COLORS["gram"], markersize=11, markeredgewidth=0.8)
+    rug.set_yticks(range(len(layers)), list(layers))
+    rug.set_ylim(len(layers) - 0.4, -0.6)
+    rug.set(xlabel="singular value of $M = WW^{+\\top}$ over $\\Vert M\\Vert_F$ (smaller ones at the left edge)")
+    return figure
+
+
+def plot_accuracy_curves(panels: dict[str, dict[str, Sequence[Sequence[float]]]]) -> Figure:
+    """Draw accuracy over epochs from 1: a panel a title, in it a line a method, mean ± 2 sd over its runs.
+
+    Args:
+        panels: by title, by method (a key of ``LABELS``, or any other text), a row of accuracies in [0, 1] a seed.
+    """
+    figure, grid = plt.subplots(1, len(panels), figsize=(3.3 * len(panels) + 0.4, 3.6), squeeze=False)
+    labels: dict = {}
+    for axes, (title, methods) in zip(grid[0], panels.items(), strict=True):
+        for method, rows in methods.items():
+            percent = 100 * np.asarray(rows)
+            color = COLORS.get(method, COLORS["control"])
+            _mean_and_spread(axes, np.arange(1, percent.shape[1] + 1), percent, color, LABELS.get(method, method))
+        axes.set(title=title, xlabel="epoch")
+        labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    grid[0, 0].set_ylabel("test accuracy, %")
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def plot_gram_errors(errors: dict[str, tuple[ArrayLike, ArrayLike]], singular: dict[str, ArrayLike]) -> Figure:
+    """Draw Gram errors over steps, and the singular values that training leaves.
+
+    Args:
+        errors: by label, the steps and the errors relative to the step's Gram shift, a row a run.
+        singular: by label, quantiles of the singular values of the trained weight, from the smallest, a row a run.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.7))
+    styles = {
+        "ten-step Newton–Schulz": (COLORS["newton-schulz"], "o-"),
+        "exact": (COLORS["whitened"], "o-"),
+        "rounding of the stored weight": (COLORS["gram"], ":"),
+        "SGD": (COLORS["sgd"], "--"),
+    }
+    for label, (steps, rows) in errors.items():
+        color, style = styles[label]
+        for index, row in enumerate(np.atleast_2d(rows)):
+            left.loglog(steps, row, style, color=color, label=None if index else label, markersize=4)
+    left.axhline(1, color=COLORS["theory"], linewidth=1)
+    left.set(xlabel="step", ylabel="Gram error / Gram shift of the step", title="is the Gram shift kept?")
+    for label, rows in singular.items():
+        color, style = styles[label]
+        for index, row in enumerate(np.atleast_2d(rows)):
+            share = np.linspace(0, 100, len(row))
+            right.semilogy(share, row, style, color=color, label=None if index else label, markersize=4)
+    right.set(xlabel="percentile", ylabel="singular value", title="singular values of the trained weight")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=1)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=1)
+    return figure
+
+
+def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
+    """Draw the last accuracy of each method, a point a seed; a dashed line marks the mean of the first method.
+
+    Args:
+        accuracies: by method, values in [0, 1].
+    """
+    figure, axes = plt.subplots(figsize=(7.4, 0.8 + 0.36 * len(accuracies)))
+    for height, (method, values) in enumerate(accuracies.items()):
+        color = COLORS.get(method, COLORS["control"])
+        axes.plot(100 * np.asarray(values), np.full(len(values), height), "o", color=color, alpha=0.8)
+    first = next(iter(accuracies.values()))
+    axes.axvline(100 * np.mean(first), color=COLORS["theory"], linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(accuracies)), [LABELS.get(method, method) for method in accuracies])
+    axes.invert_yaxis()
+    axes.set(xlabel="test accuracy after the last epoch, %")
     return figure
 
 

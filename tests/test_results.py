@@ -191,3 +191,28 @@ def test_a_killed_sweep_resumes_with_nothing_lost(store):
     assert resumed[:2] == finished
     assert [run.metrics["square"] for run in resumed] == [0, 1, 4, 9]
     assert store.problems() == []
+
+
+def test_workers_stop_with_their_sweep(store, tmp_path):
+    """They hold the child's end of the pipe, which is therefore at its end only when they have stopped."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import signal
+        from gramlin.experiments import Experiment, sweep
+        from gramlin.results import ResultsStore
+
+        def measure(*, seed, device):
+            print("working", flush=True)
+            signal.pause()
+
+        if __name__ == "__main__":
+            settings = [{{"seed": seed}} for seed in range(4)]
+            sweep(Experiment("demo", measure), ResultsStore({str(store.directory)!r}), settings, workers=2)
+    """)
+    )
+    child = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "working\n"
+    child.kill()
+    child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL
