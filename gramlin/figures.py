@@ -225,6 +225,7 @@ def plot_solver_curve(values: ArrayLike, reached: ArrayLike, layers: dict[str, A
         reached: what the solver makes of each; an exact one makes 1 of all.
         layers: a name, and the singular values of its M over ‖M‖_F.
     """
+    values = np.asarray(values)
     figure, (curve, rug) = plt.subplots(
         2, 1, figsize=(7, 4.6), sharex=True, height_ratios=[2, 0.4 + 0.28 * len(layers)]
     )
@@ -233,7 +234,7 @@ def plot_solver_curve(values: ArrayLike, reached: ArrayLike, layers: dict[str, A
     curve.set(ylabel="singular value of R")
     curve.legend(loc="center left")
     for height, singular in enumerate(layers.values()):
-        shown = np.clip(np.asarray(singular), np.min(values), None)
+        shown = np.clip(np.asarray(singular), values.min(), None)
         rug.plot(shown, np.full(len(shown), height), "|", color=COLORS["gram"], markersize=11, markeredgewidth=0.8)
     rug.set_yticks(range(len(layers)), list(layers))
     rug.set_ylim(len(layers) - 0.4, -0.6)
@@ -241,7 +242,7 @@ def plot_solver_curve(values: ArrayLike, reached: ArrayLike, layers: dict[str, A
     return figure
 
 
-def plot_accuracy_curves(panels: dict[str, dict[str, Sequence[Sequence[float]]]]) -> Figure:
+def plot_accuracy_curves(panels: dict[str, dict[str, ArrayLike]]) -> Figure:
     """Draw accuracy over epochs from 1: a panel a title, in it a line a method, mean ± 2 sd over its runs.
 
     Args:
@@ -306,7 +307,7 @@ def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
     axes.axvline(100 * np.mean(first), color=COLORS["theory"], linestyle="--", linewidth=1)
     axes.set_yticks(range(len(accuracies)), [LABELS.get(method, method) for method in accuracies])
     axes.invert_yaxis()
-    axes.set(xlabel="test accuracy after the last epoch, %")
+    axes.set(xlabel="test accuracy after the last epoch, %", ylabel="kept of each step")
     return figure
 
 

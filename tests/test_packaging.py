@@ -177,8 +177,9 @@ def test_configuration_has_only_keys_that_jupyter_book_reads():
 # build says so.
 TEX = re.findall(
     r"\w+",
-    "Delta Bigl Bigr alpha begin bigl bigr cdots dot end eta frac in lVert lambda langle ldots le mathbb mathbf mathrm"
-    " mu nabla ne op partial phi propto qquad quad rVert rangle sqrt sum tau text tfrac tilde times top varepsilon",
+    "Bigl Bigr Delta Omega Sigma alpha approx begin bigl bigr cdots det dot dots end eta exp frac in infty lVert lambda"
+    " langle ldots le ln mapsto mathbb mathbf mathrm mu nabla ne op partial phi propto qquad quad rVert rangle sigma"
+    " sqrt sum tau text tfrac tilde times to top varepsilon",
 )
 
 

@@ -1,0 +1,43 @@
+"""The chapters' experiments: settings in, stored runs out, and the tables that are made of them."""
+
+from gramlin.experiments.chapter1 import (
+    GRAM_SHIFT,
+    gram_shift_panels,
+    gram_shift_settings,
+    gram_shift_table,
+    measure_gram_shift,
+)
+from gramlin.experiments.chapter2 import (
+    UPDATES,
+    WHITENING,
+    accuracy_panels,
+    halves_table,
+    kept_table,
+    measure_whitening,
+    whitening_settings,
+    whitening_table,
+)
+from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
+from gramlin.experiments.sweeps import Experiment, run_once, sweep
+
+__all__ = [
+    "GRAM_SHIFT",
+    "UPDATES",
+    "WHITENING",
+    "Experiment",
+    "accuracy_panels",
+    "gram_shift_panels",
+    "gram_shift_settings",
+    "gram_shift_table",
+    "halves_table",
+    "kept_table",
+    "mean_and_spread",
+    "measure_gram_shift",
+    "measure_whitening",
+    "paired_interval",
+    "run_once",
+    "select",
+    "sweep",
+    "whitening_settings",
+    "whitening_table",
+]

@@ -1,0 +1,317 @@
+"""Chapter 2: training with parts of each step taken out."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from torch import nn
+
+from gramlin import data
+from gramlin.experiments.summaries import finished, grouped, mean_and_spread, paired_interval, select
+from gramlin.experiments.sweeps import Experiment
+from gramlin.gram import gram_shift, relative_error, weight_gram
+from gramlin.models import CNN, MLP
+from gramlin.results import Run
+from gramlin.training import accuracy, train
+from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar_factor, whiten
+
+# What becomes of a layer's steps, in the hidden layers and in the readout. "plain" keeps them, "gram" and "rotation"
+# keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly). The
+# random ones are the controls: "not random" drops as many directions as there are rotations, but random ones, and
+# "random" keeps those only.
+UPDATES = {
+    "sgd": ("plain", "plain"),
+    "whitened": ("gram", "gram"),
+    "newton-schulz": ("gram", "gram"),
+    "rotation": ("rotation", "rotation"),
+    "gram in hidden layers only": ("gram", "rotation"),
+    "rotation in hidden layers": ("rotation", "plain"),
+    "readout only": ("frozen", "plain"),
+    "random directions dropped": ("not random", "not random"),
+    "random directions only": ("random", "random"),
+}
+
+
+def measure_whitening(
+    *,
+    dataset: str,
+    method: str,
+    model: str,
+    lr: float,
+    momentum: float,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+) -> dict:
+    """Train by SGD with parts of its steps taken out, and follow accuracy and each layer's Gram matrix.
+
+    Args:
+        dataset: a name for ``gramlin.data.load``; inputs are standardised.
+        method: a key of ``UPDATES``; "newton-schulz" is "whitened" by the approximate solver of ten steps.
+        model: "mlp" (two hidden layers of 256, GELU) or "cnn" (three convolutions of 16 channels, ReLU).
+        lr: the learning rate.
+        momentum: of SGD.
+        batch_size: samples a step.
+        epochs: passes over the training split.
+        seed: of the initial weights and the order of samples.
+        device: where to run.
+
+    Returns:
+        Of a run that diverged, ``diverged``: how. Otherwise lists over epochs from 1: ``train_loss``,
+        ``train_accuracy``, ``test_accuracy`` (accuracies in [0, 1]). Under ``layers``, for each layer by name:
+
+        - ``gram_change``, over epochs: the norm of the Gram shift since initialisation over that of the first Gram
+          matrix.
+        - ``shape``: (k, d) of its weight matrix.
+        - ``singular_values``: of the last weight, 17 quantiles from the smallest to the largest.
+        - where the steps keep their Gram shift, and it alone, for a few ``steps`` (the powers of two and the last):
+          ``gram_error``, the norm of what the stored weight's Gram matrix differs by from that of the plain step's
+          weight, over the norm of the step's Gram shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded
+          to the weights' precision; ``kept``, the length ‖R* W⁺ − W‖ of what remains of the step over that of the
+          step.
+    """
+    split = data.standardize(data.load(dataset, device=device))
+    torch.manual_seed(seed)
+    shape = split.train_inputs.shape[1:]
+    if model == "mlp":
+        network = MLP([shape.numel(), 256, 256, split.num_classes], "gelu")
+    elif model == "cnn":
+        network = CNN(shape, split.num_classes)
+    else:
+        raise ValueError(f"model is {model!r}; pass 'mlp' or 'cnn'")
+    network = network.to(device, memory_format=torch.channels_last)  # for convolutions on a CPU: 1.3 times faster
+    layers = {name: layer for name, layer in network.named_children() if hasattr(layer, "weight")}
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr, momentum=momentum)
+    steps = epochs * -(-len(split.train_inputs) // batch_size)
+    watch = split_steps(optimizer, layers, method, last=steps)
+    initial = {name: weight_gram(layer.weight.detach().double()) for name, layer in layers.items()}
+    changes = {name: [] for name in layers}
+
+    def compare(epoch: int) -> dict:
+        if epoch == 0:
+            return {}
+        for name, layer in layers.items():
+            changes[name].append(relative_error(weight_gram(layer.weight.detach().double()), initial[name]))
+        return {
+            "train_accuracy": accuracy(network, split.train_inputs, split.train_targets),
+            "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
+        }
+
+    options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": compare}
+    try:
+        history = train(network, optimizer, split.train_inputs, split.train_targets, **options)
+    except FloatingPointError as error:
+        return {"diverged": str(error)}
+    metrics = {key: [row[key] for row in history[1:]] for key in history[1]}
+    quantiles = torch.linspace(0, 1, 17, dtype=torch.float64, device=device)
+    for name, layer in layers.items():
+        values = torch.linalg.svdvals(layer.weight.detach().flatten(1).double())
+        watch[name]["singular_values"] = values.quantile(quantiles).tolist()
+        watch[name]["gram_change"] = changes[name]
+        watch[name]["shape"] = list(layer.weight.flatten(1).shape)
+    return {**metrics, "layers": watch}
+
+
+def split_steps(
+    optimizer: torch.optim.Optimizer, layers: dict[str, nn.Module], method: str, last: int
+) -> dict[str, dict[str, list]]:
+    """Attach what the method asks for to the optimizer; returns lists that fill up as it steps."""
+    *hidden, readout = layers
+    halves = dict.fromkeys(hidden, UPDATES[method][0]) | {readout: UPDATES[method][1]}
+    for name, half in halves.items():
+        if half == "frozen":
+            layers[name].requires_grad_(False)
+    whitened = {name: layers[name].weight for name, half in halves.items() if half == "gram"}
+    keys = ("steps", "gram_error", "gram_error_floor", "kept")
+    watch = {name: {key: [] for key in keys if name in whitened} for name in layers}
+    seen = {}
+    step = 0
+
+    def watched() -> bool:
+        return step & (step - 1) == 0 or step == last
+
+    @torch.no_grad()
+    def before_step(*_) -> None:
+        nonlocal step
+        step += 1
+        if watched():
+            seen["before"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+
+    @torch.no_grad()
+    def after_step(*_) -> None:
+        if watched():
+            seen["plain"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+
+    @torch.no_grad()
+    def after_whitening(*_) -> None:
+        if not watched():
+            return
+        for name, weight in whitened.items():
+            before, plain = seen["before"][name], seen["plain"][name]
+            exact = nearest_with_same_gram(before=before, after=plain).to(weight.dtype)
+            watch[name]["steps"].append(step)
+            size = gram_shift(before, plain).norm()
+            for key, stored in (("gram_error", weight.flatten(1)), ("gram_error_floor", exact)):
+                watch[name][key].append((gram_shift(plain, stored.double()).norm() / size).item())
+            watch[name]["kept"].append(((weight.flatten(1) - before).norm() / (plain - before).norm()).item())
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)  # hooks run in this order, so this one sees the plain step
+    for keep in ("gram", "rotation"):
+        chosen = [layers[name].weight for name, half in halves.items() if half == keep]
+        solver = newton_schulz_polar if method == "newton-schulz" else polar_factor
+        if chosen:
+            whiten(optimizer, chosen, keep=keep, solver=solver)
+    for name, half in halves.items():
+        if half in ("random", "not random"):
+            _project_steps(optimizer, layers[name].weight, only=half == "random")
+    optimizer.register_step_post_hook(after_whitening)
+    return watch
+
+
+def _project_steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *, only: bool) -> None:
+    """Project each step onto {ΩV : Ω skew} for one random V of the weight's shape (`only`), or off it.
+
+    With W in V's place these would be the rotations of W, to first order; so it is a subspace of their dimension, and
+    about their geometry. The nearest ΩV to a step D solves ΩS + SΩ = DVᵀ − VDᵀ, S = VVᵀ: set the derivative of
+    ‖ΩV − D‖² along every skew matrix to zero.
+    """
+    random = torch.randn(weight.flatten(1).shape, device=weight.device)  # from the seed of the run
+    eigenvalues, basis = torch.linalg.eigh(random.double() @ random.mT.double())
+    sums = (eigenvalues[:, None] + eigenvalues).to(random)
+    basis = basis.to(random)
+    seen = {}
+
+    @torch.no_grad()
+    def save(*_) -> None:
+        seen["before"] = weight.clone()
+
+    @torch.no_grad()
+    def project(*_) -> None:
+        half = (weight - seen["before"]).flatten(1) @ random.mT
+        generator = basis @ (basis.mT @ (half - half.mT) @ basis / sums) @ basis.mT
+        within = (generator @ random).view(weight.shape)
+        weight.copy_(seen["before"] + within if only else weight - within)
+
+    optimizer.register_step_pre_hook(save)
+    optimizer.register_step_post_hook(project)
+
+
+WHITENING = Experiment("whitening", measure_whitening)
+
+
+def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+    """The paper-scale runs of chapter 2, most telling first.
+
+    SGD and its whitened twin for all seeds; the CNN, the approximate solver and the controls for three; other learning
+    rates for two.
+    """
+    base = {"dataset": dataset, "model": "mlp", "lr": 0.01, "momentum": 0.95, "batch_size": 64, "epochs": 20}
+    twins = [{"method": "sgd"}, {"method": "whitened"}]
+    parts = [
+        (len(seeds), twins),
+        (3, [{**twin, "model": "cnn"} for twin in twins]),
+        (3, [{"method": method} for method in UPDATES if method not in ("sgd", "whitened")]),
+        (2, [{**twin, "lr": lr} for lr in (0.1, 0.05, 0.005) for twin in twins]),
+    ]
+    return [
+        {**base, **variant, "seed": seed} for count, variants in parts for seed in seeds[:count] for variant in variants
+    ]
+
+
+def accuracy_panels(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, dict[str, list[list[float]]]]:
+    """Test accuracies over epochs by data set and network, then by method, a row a run: for ``plot_accuracy_curves``.
+
+    A panel has those of the methods that have a run which did not diverge; one without any is left out.
+    """
+    panels = {}
+    for (dataset, model), group in grouped(runs, "dataset", "model").items():
+        curves = {
+            method: [run.metrics["test_accuracy"] for run in select(group, method=method) if finished(run)]
+            for method in methods
+        }
+        panels[f"{dataset}, {model.upper()}"] = {method: rows for method, rows in curves.items() if rows}
+    return {title: curves for title, curves in panels.items() if curves}
+
+
+def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 2's claims C4 and C4b: SGD against whitened steps after the last epoch, a row a network and setting.
+
+    Test accuracies in percent, mean ± standard deviation over seeds; the paired difference whitened − SGD in points
+    with Student's 95% interval over the seeds that both have; and the verdict by the claims' rule: "reproduced" if
+    the interval excludes a loss of more than 1 point, "not reproduced" if it holds nothing but such losses.
+    """
+    columns = ["seeds", "SGD", "whitened", "difference", "95% interval", "verdict"]
+    rows = {}
+    for (dataset, model, lr), group in grouped(runs, "dataset", "model", "lr").items():
+        pair = {
+            method: {run.settings["seed"]: run for run in select(group, method=method)}
+            for method in ("sgd", "whitened")
+        }
+        seeds = sorted(pair["sgd"].keys() & pair["whitened"].keys())
+        if not seeds:
+            continue
+        row = dict.fromkeys(columns, "–") | {"seeds": len(seeds)}
+        failed = {m: sum(not finished(pair[m][seed]) for seed in seeds) for m in pair}
+        if any(failed.values()):
+            row |= {"SGD": f"{failed['sgd']} diverged", "whitened": f"{failed['whitened']} diverged"}
+        else:
+            sgd, whitened = ([100 * pair[m][seed].metrics["test_accuracy"][-1] for seed in seeds] for m in pair)
+            row |= {"SGD": mean_and_spread(sgd, 2), "whitened": mean_and_spread(whitened, 2)}
+            row["difference"] = f"{sum(whitened) / len(seeds) - sum(sgd) / len(seeds):+.2f}"
+            if len(seeds) > 1:
+                low, high = paired_interval(whitened, sgd)
+                row["95% interval"] = f"[{low:+.2f}, {high:+.2f}]"
+                row["verdict"] = "reproduced" if low > -1 else "not reproduced" if high < -1 else "undecided"
+            else:
+                row["verdict"] = "not decided by one seed"
+        rows[dataset, model.upper(), lr] = row
+    index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "η"])
+    return pd.DataFrame(list(rows.values()), index=index, columns=columns)
+
+
+def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 2's controls, for one network and setting: what is reached with which part of the steps.
+
+    A row a method, in the order of ``UPDATES``: train and test accuracy after the last epoch in percent, mean ±
+    standard deviation over seeds; and how far the Gram matrices of the first hidden layer and of the readout have
+    moved, relative to the initial ones.
+    """
+    groups = grouped(runs, "method")
+    rows = {}
+    for method in UPDATES:
+        group = [run for run in groups.get((method,), []) if finished(run)]
+        if group:
+            layers = list(group[0].metrics["layers"])
+            rows[method] = {"seeds": len(group)}
+            for name in ("train_accuracy", "test_accuracy"):
+                values = [100 * run.metrics[name][-1] for run in group]
+                rows[method][name.replace("_", " ")] = mean_and_spread(values, 2)
+            for title, layer in (("first layer", layers[0]), ("readout", layers[-1])):
+                moved = [run.metrics["layers"][layer]["gram_change"][-1] for run in group]
+                rows[method][f"Gram shift, {title}"] = f"{sum(moved) / len(moved):.2g}"
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="steps")
+
+
+def kept_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """How much of a step is Gram shift: measured, and the share of directions, a row a layer and data set.
+
+    "of the squared length" is the mean of ‖R* W⁺ − W‖²/‖W⁺ − W‖² over the watched steps of the whitened runs;
+    "of the directions" is the share of the weight's k·d dimensions that are no rotations, 1 − (k−1)/(2d) for k ≤ d.
+    """
+    rows = {}
+    for (dataset, model), group in grouped(runs, "dataset", "model").items():
+        group = [run for run in select(group, method="whitened") if finished(run)]
+        for name in group[0].metrics["layers"] if group else ():
+            layers = [run.metrics["layers"][name] for run in group]
+            kept = [length**2 for layer in layers for length in layer["kept"]]
+            k, d = layers[0]["shape"]
+            rotations = k * (k - 1) / 2 if k <= d else k * d - d * (d + 1) / 2
+            rows[dataset, model.upper(), name] = {
+                "weight": f"{k}×{d}",
+                "of the directions": f"{1 - rotations / (k * d):.2f}",
+                "of the squared length": f"{sum(kept) / len(kept):.2f}",
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "layer"])
+    return pd.DataFrame(list(rows.values()), index=index)

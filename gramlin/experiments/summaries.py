@@ -1,0 +1,46 @@
+"""Finished runs, put together: which belong to one another, and what they say over seeds."""
+
+from collections.abc import Sequence
+
+from scipy import stats
+
+from gramlin.results import Run
+
+
+def finished(run: Run) -> bool:
+    """Whether the run did not diverge."""
+    return "diverged" not in run.metrics
+
+
+def grouped(runs: Sequence[Run], *keys: str) -> dict[tuple, list[Run]]:
+    """The runs by the values of these settings, in the order of the values."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def select(runs: Sequence[Run], **settings) -> list[Run]:
+    """The runs that have these settings."""
+    return [run for run in runs if all(run.settings[key] == value for key, value in settings.items())]
+
+
+def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
+    """The mean ± standard deviation over repetitions, in words."""
+    mean, n = sum(values) / len(values), len(values)
+    if n == 1:
+        return f"{mean:.{digits}f}"
+    spread = (sum((value - mean) ** 2 for value in values) / (n - 1)) ** 0.5
+    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Student's 95% interval of the mean of first − second, over paired repetitions.
+
+    Raises:
+        ValueError: fewer than two pairs.
+    """
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"got {len(first)} and {len(second)} values; pass at least two pairs")
+    result = stats.ttest_rel(first, second).confidence_interval(0.95)
+    return float(result.low), float(result.high)

@@ -1,0 +1,243 @@
+"""The chapters' experiments on small data, and the tables that are made of stored runs."""
+
+import pytest
+import torch
+
+from gramlin import agop, data, gram_shift, matrix_correlation
+from gramlin.experiments import (
+    GRAM_SHIFT,
+    UPDATES,
+    WHITENING,
+    accuracy_panels,
+    gram_shift_panels,
+    gram_shift_settings,
+    gram_shift_table,
+    halves_table,
+    kept_table,
+    paired_interval,
+    run_once,
+    whitening_settings,
+    whitening_table,
+)
+from gramlin.experiments.chapter2 import split_steps
+from gramlin.models import MLP
+from gramlin.results import Run
+from gramlin.training import accuracy, train
+
+# ---- Chapter 1 ----------------------------------------------------------------------------------------------------
+
+SMALL = {**gram_shift_settings("digits", [0])[0], "hidden": 12, "epochs": 2}
+
+
+def test_the_experiment_measures_what_its_parts_measure():
+    metrics = GRAM_SHIFT.measure(**SMALL)
+    assert metrics["epoch"] == [1, 2]
+    # The same run by hand, with AGOP of the whole network in place of the chain rule's shortcut.
+    split = data.standardize(data.load("digits"))
+    torch.manual_seed(0)
+    model = MLP([64, 12, 10], "relu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = model.linear1.weight.detach().clone()
+    train(model, optimizer, split.train_inputs, split.train_targets, epochs=2, batch_size=128)
+    shift = gram_shift(before, model.linear1.weight.detach())
+    whole = agop(model, split.train_inputs)
+    values, vectors = torch.linalg.eigh(whole.double())
+    root = (vectors * values.clamp(min=0).sqrt() @ vectors.T).float()
+    # Two ways through float32 products of 1,437 samples: equal to about five digits.
+    assert metrics["rho_agop"][-1] == pytest.approx(matrix_correlation(shift, whole), abs=1e-4)
+    assert metrics["rho_agop_sqrt"][-1] == pytest.approx(matrix_correlation(shift, root), abs=1e-3)
+    assert metrics["test_accuracy"][-1] == accuracy(model, split.test_inputs, split.test_targets)
+    assert metrics["rho_virtual"][-1] > 0.999
+
+
+def test_the_same_settings_give_the_same_metrics():
+    assert run_once(GRAM_SHIFT, SMALL).metrics == run_once(GRAM_SHIFT, SMALL).metrics
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="'sgd', or 'adam' with momentum 0"):
+        GRAM_SHIFT.measure(**{**SMALL, "method": "adam", "momentum": 0.9})
+
+
+def stored(dataset: str, virtual: list[float], agop_: list[float], **changes) -> list[Run]:
+    keys = ("rho_agop_sqrt", "rho_gram_agop_sqrt", "gap", "test_accuracy")
+    return [
+        Run(
+            "gram-shift",
+            {**gram_shift_settings(dataset, [seed])[0], **changes},
+            {"epoch": [1], "rho_virtual": [v], "rho_agop": [a], **{key: [0.5] for key in keys}},
+            wall_seconds=1.0,
+            device="cpu",
+        )
+        for seed, (v, a) in enumerate(zip(virtual, agop_, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("virtual", "rival", "verdict"),
+    [
+        ([0.9, 0.91, 0.92], [0.5, 0.52, 0.51], "holds"),
+        ([0.5, 0.52, 0.51], [0.9, 0.91, 0.92], "reversed"),
+        ([0.9, 0.5, 0.7], [0.5, 0.9, 0.69], "undecided"),
+        ([0.9], [0.5], "not decided by one seed"),
+    ],
+)
+def test_the_verdict_follows_its_rule(virtual, rival, verdict):
+    assert gram_shift_table(stored("digits", virtual, rival))["C2"].tolist() == [verdict]
+
+
+def test_stored_runs_are_grouped_by_all_but_their_seed():
+    runs = stored("digits", [0.9, 0.8], [0.5, 0.5]) + stored("digits", [0.7], [0.5], momentum=0.9)
+    assert {title: len(group) for title, group in gram_shift_panels(runs).items()} == {
+        "SGD, η = 0.01": 2,
+        "SGD, η = 0.01, momentum 0.9": 1,
+    }
+    assert gram_shift_table(runs).loc["SGD, η = 0.01", "ρ(shift, virtual)"] == "0.850 ± 0.071"
+    assert any(title.startswith("mnist: ") for title in gram_shift_panels(runs + stored("mnist", [0.9], [0.5])))
+
+
+def test_paired_interval_is_students():
+    # By hand: differences 1, 2, 3 have mean 2, standard error 1/√3, and t(0.975, 2) = 4.3026527.
+    low, high = paired_interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.3026527 / 3**0.5, 2 + 4.3026527 / 3**0.5))
+    with pytest.raises(ValueError, match="two pairs"):
+        paired_interval([1.0], [2.0])
+
+
+# ---- Chapter 2 -----------------------------------------------------------------------------------------------------
+
+
+def whitening_run(method: str, **changes):
+    settings = whitening_settings("digits", [0])[0] | {"method": method, "epochs": 1} | changes
+    return run_once(WHITENING, settings).metrics
+
+
+@pytest.mark.parametrize("method", UPDATES)
+def test_each_method_keeps_what_it_says(method):
+    layers = whitening_run(method)["layers"]
+    *hidden, readout = layers
+    for names, half in zip((hidden, [readout]), UPDATES[method], strict=True):
+        for name in names:
+            change = layers[name]["gram_change"][-1]
+            # Float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix.
+            assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > 1e-2
+            assert ("gram_error" in layers[name]) == (half == "gram")
+            if half == "gram" and method != "newton-schulz":
+                errors, floors = layers[name]["gram_error"], layers[name]["gram_error_floor"]
+                assert all(error < 1.1 * floor for error, floor in zip(errors, floors, strict=True))
+                assert layers[name]["steps"] == [1, 2, 4, 8, 16, 23]
+    if method == "newton-schulz":
+        assert max(layers["linear2"]["gram_error"]) > 0.1  # the square layer, of which it loses the shift
+
+
+def test_the_cnn_is_whitened_too():
+    layers = whitening_run("whitened", model="cnn")["layers"]
+    assert list(layers) == ["conv1", "conv2", "conv3", "linear"]
+    assert all(max(layer["gram_error"]) < 1e-3 for layer in layers.values())
+
+
+def test_a_run_that_diverges_says_so():
+    for method in ("sgd", "whitened"):
+        assert "lower the learning rate" in whitening_run(method, lr=1e4)["diverged"]
+
+
+def test_steps_are_projected_on_and_off_the_random_rotations():
+    """The two projections of one step add up to the step, are orthogonal, and the kept one has the stated form ΩV."""
+    steps, start = {}, torch.randn(6, 9)
+    for method in ("random directions only", "random directions dropped", "sgd"):
+        torch.manual_seed(5)
+        layer = torch.nn.Linear(9, 6)
+        weight = layer.weight
+        weight.data.copy_(start)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        split_steps(optimizer, {"hidden": torch.nn.Linear(1, 1), "readout": layer}, method, last=1)
+        weight.grad = torch.linspace(-1, 1, 54).view(6, 9) ** 3
+        optimizer.step()
+        steps[method] = (weight.detach() - start).double()
+    only, off, full = steps.values()
+    # Tolerances: float32 with numbers of order 1.
+    torch.testing.assert_close(only + off, full, rtol=0, atol=1e-5)
+    assert abs((only * off).sum()) < 1e-5
+    assert only.norm() > 0.1
+    # ΩV for skew Ω: with V⁺ its pseudo-inverse, (step V⁺) is Ω, and leaves nothing over.
+    torch.manual_seed(5)
+    torch.nn.Linear(9, 6), torch.nn.Linear(1, 1)
+    torch.randn(1, 1)  # the hidden layer's is drawn first
+    random = torch.randn(6, 9).double()
+    generator = only @ torch.linalg.pinv(random)
+    torch.testing.assert_close(generator, -generator.mT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(generator @ random, only, rtol=0, atol=1e-5)
+
+
+def test_settings_of_chapter_2_start_with_the_claim_and_repeat_nothing():
+    settings = whitening_settings("mnist", [0, 1, 2, 3, 4])
+    assert [each["method"] for each in settings[:2]] == ["sgd", "whitened"]
+    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 6
+    assert all(len(whitening_settings("mnist", range(n))) > 0 for n in (1, 2))
+
+
+def finished(accuracies: dict[str, list[float]], **changes) -> list[Run]:
+    """Runs of chapter 2 that ended at these test accuracies, in percent; None for one that diverged."""
+    layer = {"gram_change": [1.0], "shape": [4, 8], "kept": [0.6, 0.8], "steps": [1, 2]}
+
+    def metrics(percent: float | None) -> dict:
+        if percent is None:
+            return {"diverged": "the loss became nan"}
+        return {"train_accuracy": [1.0], "test_accuracy": [percent / 100], "layers": {"linear1": layer}}
+
+    return [
+        Run(
+            "whitening",
+            whitening_settings("digits", [seed])[0] | {"method": method} | changes,
+            metrics(percent),
+            wall_seconds=1.0,
+            device="cpu",
+        )
+        for method, values in accuracies.items()
+        for seed, percent in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sgd", "whitened", "difference", "verdict"),
+    [
+        ([90.0, 91.0, 92.0], [90.1, 91.0, 92.2], "+0.10", "reproduced"),
+        ([90.0, 91.0, 92.0], [87.0, 88.1, 89.0], "-2.97", "not reproduced"),
+        ([90.0, 91.0, 92.0], [90.0, 91.0, 89.0], "-1.00", "undecided"),
+        ([90.0], [95.0], "+5.00", "not decided by one seed"),
+        ([90.0, 91.0], [None, 91.0], "–", "–"),
+    ],
+)
+def test_the_verdict_on_whitening_follows_its_rule(sgd, whitened, difference, verdict):
+    table = whitening_table(finished({"sgd": sgd, "whitened": whitened}))
+    row = table.loc["digits", "MLP", 0.01]
+    assert (row["difference"], row["verdict"]) == (difference, verdict)
+    assert (row["whitened"] == "1 diverged") == (None in whitened)
+
+
+def test_seeds_without_their_twin_do_not_count():
+    table = whitening_table(finished({"sgd": [90.0, 91.0, 50.0], "whitened": [90.0, 91.0]}))
+    assert table.loc["digits", "MLP", 0.01]["SGD"] == "90.50 ± 0.71"
+    assert whitening_table(finished({"sgd": [90.0]})).empty
+
+
+def test_tables_of_the_halves_and_of_what_is_kept():
+    runs = finished({"rotation": [60.0], "sgd": [90.0, 92.0], "whitened": [91.0, None]})
+    halves = halves_table(runs)
+    assert halves.index.tolist() == ["sgd", "whitened", "rotation"]
+    assert halves["test accuracy"].tolist() == ["91.00 ± 1.41", "91.00", "60.00"]
+    row = kept_table(runs).loc["digits", "MLP", "linear1"]
+    # 4×8: 6 of 32 directions are rotations; (0.36 + 0.64)/2 of the squared length was kept.
+    assert row.tolist() == ["4×8", "0.81", "0.50"]
+    assert all(table([]).empty for table in (kept_table, halves_table, whitening_table))
+
+
+def test_accuracy_panels_leave_out_what_diverged_or_was_not_asked_for():
+    runs = finished({"sgd": [90.0, 91.0], "whitened": [None], "rotation": [60.0]}) + finished(
+        {"sgd": [80]}, model="cnn"
+    )
+    assert accuracy_panels(runs, ["sgd", "whitened"]) == {
+        "digits, CNN": {"sgd": [[0.8]]},
+        "digits, MLP": {"sgd": [[0.9], [0.91]]},
+    }
+    assert accuracy_panels(runs, ["whitened"]) == {}
