@@ -184,7 +184,7 @@ def plot_step_in_the_plane(before: ArrayLike, after: ArrayLike, kept: ArrayLike)
         kept: R* W⁺.
     """
     before, after, kept = (np.asarray(each) for each in (before, after, kept))
-    figure, (rows, distance, ellipses) = plt.subplots(1, 3, figsize=(9.6, 3.4))
+    figure, (rows, distance, ellipses) = plt.subplots(1, 3, figsize=(8.2, 3.2))
     names = {"$W$": (before, "#999999"), "$W^+$": (after, COLORS["sgd"]), "$R_*W^+$": (kept, COLORS["whitened"])}
     for label, (weight, color) in names.items():
         for row, style in zip(weight, ("-", (0, (3, 1.5))), strict=True):
@@ -248,16 +248,22 @@ def plot_accuracy_curves(panels: dict[str, dict[str, ArrayLike]]) -> Figure:
     Args:
         panels: by title, by method (a key of ``LABELS``, or any other text), a row of accuracies in [0, 1] a seed.
     """
-    figure, grid = plt.subplots(1, len(panels), figsize=(3.3 * len(panels) + 0.4, 3.6), squeeze=False)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.5 * columns + 0.4, 2.7 * rows + 0.6), squeeze=False)
     labels: dict = {}
-    for axes, (title, methods) in zip(grid[0], panels.items(), strict=True):
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, methods) in zip(grid.flat, panels.items(), strict=False):
         for method, rows in methods.items():
             percent = 100 * np.asarray(rows)
             color = COLORS.get(method, COLORS["control"])
             _mean_and_spread(axes, np.arange(1, percent.shape[1] + 1), percent, color, LABELS.get(method, method))
         axes.set(title=title, xlabel="epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    grid[0, 0].set_ylabel("test accuracy, %")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("test accuracy, %")
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=2)
     return figure
 

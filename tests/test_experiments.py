@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from gramlin import agop, data, gram_shift, matrix_correlation
+from gramlin import agop, data, gram_shift, matrix_correlation, nearest_with_same_gram
 from gramlin.experiments import (
     GRAM_SHIFT,
     UPDATES,
     WHITENING,
     accuracy_panels,
+    compare_solvers,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
@@ -167,6 +168,25 @@ def test_steps_are_projected_on_and_off_the_random_rotations():
     generator = only @ torch.linalg.pinv(random)
     torch.testing.assert_close(generator, -generator.mT, rtol=0, atol=1e-5)
     torch.testing.assert_close(generator @ random, only, rtol=0, atol=1e-5)
+
+
+def test_solvers_are_compared_by_what_they_keep():
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(4, 9, generator=generator)
+    after = before + 0.1 * torch.randn(4, 9, generator=generator)
+    solvers = {
+        "plain": lambda W, W_plus: W_plus,
+        "exact": lambda W, W_plus: nearest_with_same_gram(before=W, after=W_plus),
+        "none": lambda W, W_plus: W,
+    }
+    table = compare_solvers({"4×9": (before, after)}, solvers).loc["4×9"]
+    # The plain step is R = I: it keeps the Gram matrix, and is longer than need be. Tolerances: float32.
+    assert table.loc["plain", ["orthogonality", "Gram error", "length"]].tolist() == pytest.approx([0, 0, 1], abs=1e-6)
+    assert table.loc["plain", "excess length"] > 0.01
+    assert table.loc["exact", ["orthogonality", "excess length"]].tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert 0 < table.loc["exact", "Gram error"] < 1.5 * table.loc["exact", "float32 floor"] < 1e-5
+    assert table.loc["exact", "length"] == pytest.approx(1 / (1 + table.loc["plain", "excess length"]), rel=1e-6)
+    assert table.loc["none", "Gram error"] == pytest.approx(1, abs=1e-6)
 
 
 def test_settings_of_chapter_2_start_with_the_claim_and_repeat_nothing():

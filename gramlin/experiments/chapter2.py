@@ -1,10 +1,10 @@
 """Chapter 2: training with parts of each step taken out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gramlin import data
 from gramlin.experiments.summaries import finished, grouped, mean_and_spread, paired_interval, select
@@ -199,6 +199,43 @@ def _project_steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *, on
 
 
 WHITENING = Experiment("whitening", measure_whitening)
+
+
+def compare_solvers(
+    steps: dict[str, tuple[Tensor, Tensor]], solvers: dict[str, Callable[[Tensor, Tensor], Tensor]]
+) -> pd.DataFrame:
+    """What solvers make of the same steps of float32 weights: a row a step and solver.
+
+    Args:
+        steps: by name, W and W⁺, (k, d) with k ≤ d and W⁺ of rank k.
+        solvers: by name, a function from W and W⁺ to R W⁺, in float32.
+
+    Returns:
+        ``orthogonality``: the largest entry of RRᵀ − I, in absolute value. ``Gram error``: the norm by which the Gram
+        matrix of the result differs from that of W⁺, over the norm of the Gram shift; ``float32 floor``: the same of
+        the exact R* W⁺ rounded to float32. ``length``: of the step to the result, over that of the plain step; and
+        ``excess length`` over that to the exact R* W⁺, minus 1.
+    """
+    rows = {}
+    for step, weights in steps.items():
+        before, after = (weight.detach().double() for weight in weights)
+        shift, plain = gram_shift(before, after).norm(), (after - before).norm()
+        exact = polar_factor(before @ after.mT) @ after
+        floor = gram_shift(after, exact.float().double()).norm() / shift
+        for name, solve in solvers.items():
+            result = solve(*(weight.detach() for weight in weights)).double()
+            rotation = torch.linalg.lstsq(after.mT, result.mT).solution.mT  # from the stored result = R W⁺
+            length = (result - before).norm()
+            identity = torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device)
+            rows[step, name] = {
+                "orthogonality": (rotation @ rotation.mT - identity).abs().max().item(),
+                "Gram error": (gram_shift(after, result).norm() / shift).item(),
+                "float32 floor": floor.item(),
+                "length": (length / plain).item(),
+                "excess length": (length / (exact - before).norm() - 1).item(),
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["weight", "solver"])
+    return pd.DataFrame(list(rows.values()), index=index)
 
 
 def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
