@@ -30,6 +30,7 @@ LABELS = {
     "whitened": "whitened: the Gram shift only",
     "newton-schulz": "whitened by ten-step Newton–Schulz",
     "rotation": "the rotation only",
+    "rotation and length": "the rotation and the length only",
 }
 TARGET_MAP = "viridis"
 

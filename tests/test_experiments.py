@@ -122,6 +122,10 @@ def test_each_method_keeps_what_it_says(method):
             change = layers[name]["gram_change"][-1]
             # Float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix.
             assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > 1e-2
+            if half == "scaled rotation":  # the shape of the Gram matrix stays: so do the ratios of singular values
+                last = torch.tensor(layers[name]["singular_values"])
+                first = torch.tensor(whitening_run("rotation")["layers"][name]["singular_values"])
+                torch.testing.assert_close(last / last[-1], first / first[-1], rtol=1e-4, atol=1e-6)
             assert ("gram_error" in layers[name]) == (half == "gram")
             if half == "gram" and method != "newton-schulz":
                 errors, floors = layers[name]["gram_error"], layers[name]["gram_error_floor"]

@@ -17,13 +17,14 @@ from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar
 
 # What becomes of a layer's steps, in the hidden layers and in the readout. "plain" keeps them, "gram" and "rotation"
 # keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly). The
-# random ones are the controls: "not random" drops as many directions as there are rotations, but random ones, and
-# "random" keeps those only.
+# others are the controls: "not random" drops as many directions as there are rotations, but random ones, "random" keeps
+# those only, and "scaled rotation" keeps the rotation and the change of the weight's length.
 UPDATES = {
     "sgd": ("plain", "plain"),
     "whitened": ("gram", "gram"),
     "newton-schulz": ("gram", "gram"),
     "rotation": ("rotation", "rotation"),
+    "rotation and length": ("scaled rotation", "scaled rotation"),
     "gram in hidden layers only": ("gram", "rotation"),
     "rotation in hidden layers": ("rotation", "plain"),
     "readout only": ("frozen", "plain"),
@@ -158,11 +159,24 @@ def split_steps(
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)  # hooks run in this order, so this one sees the plain step
+    lengths = {}
+
+    @torch.no_grad()
+    def measure(*_) -> None:
+        lengths.update({name: layers[name].weight.norm() for name, half in halves.items() if half == "scaled rotation"})
+
+    @torch.no_grad()
+    def rescale(*_) -> None:
+        for name, length in lengths.items():
+            layers[name].weight.mul_(length / layers[name].weight.norm())
+
+    optimizer.register_step_post_hook(measure)
     for keep in ("gram", "rotation"):
-        chosen = [layers[name].weight for name, half in halves.items() if half == keep]
+        chosen = [layers[name].weight for name, half in halves.items() if half.endswith(keep)]
         solver = newton_schulz_polar if method == "newton-schulz" else polar_factor
         if chosen:
             whiten(optimizer, chosen, keep=keep, solver=solver)
+    optimizer.register_step_post_hook(rescale)
     for name, half in halves.items():
         if half in ("random", "not random"):
             _project_steps(optimizer, layers[name].weight, only=half == "random")
