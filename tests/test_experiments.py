@@ -121,7 +121,8 @@ def test_each_method_keeps_what_it_says(method):
         for name in names:
             change = layers[name]["gram_change"][-1]
             # Float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix.
-            assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > 1e-2
+            least = 1e-3 if half == "scaled rotation" else 1e-2
+            assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > least
             if half == "scaled rotation":  # the shape of the Gram matrix stays: so do the ratios of singular values
                 last = torch.tensor(layers[name]["singular_values"])
                 first = torch.tensor(whitening_run("rotation")["layers"][name]["singular_values"])
