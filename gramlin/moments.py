@@ -1,0 +1,332 @@
+"""Running moments of features and targets: what the measures of chapters 3 and 4 are computed from.
+
+Rows are samples: features H (n, d), targets Y (n, K). Sums are float64 and centred as they are taken: each chunk of
+rows about its own mean, then merged with what there is (Chan, Golub and LeVeque, 1983), so no digits are lost to a
+large mean. No matrix over pairs of samples is formed, and memory is O(d² + dK). While there are no more samples than
+features the rows themselves are kept, in float64: they are smaller than the sums, and lose nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Rows are taken to float64 a chunk at a time: 4 MiB of them, and of wide rows 512, since each chunk passes over the
+# whole sum.
+_CHUNK_NUMBERS = 2**19
+_CHUNK_ROWS = 512
+
+# A standard deviation below this fraction of the mean is the rounding of the mean: the column is constant.
+_CONSTANT = 1e-13
+
+
+def to_float64(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The tensor in float64 and without gradient; on the CPU where its device (Apple's GPUs) has no float64."""
+    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device).double()
+
+
+def target_matrix(
+    targets: Float[Tensor, "n *K"] | Int[Tensor, " n"], num_classes: int | None = None
+) -> Float[Tensor, "n K"]:
+    """Targets as a float64 matrix: real ones as they are, (n,) as a column, integer classes one-hot.
+
+    Args:
+        targets: real (n, K) or (n,), or integer classes (n,), counted from 0.
+        num_classes: K for classes; by default the largest class + 1.
+
+    Raises:
+        ValueError: another shape, a negative class, or one outside ``num_classes``.
+        TypeError: booleans, complex numbers, or integers of another shape than (n,).
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets are a {type(targets).__name__}; pass a torch.Tensor")
+    if targets.is_floating_point():
+        if targets.ndim not in (1, 2) or 0 in targets.shape[1:]:
+            raise ValueError(f"targets have shape {tuple(targets.shape)}; pass (n, K), (n,), or integer classes (n,)")
+        return to_float64(targets if targets.ndim == 2 else targets[:, None])
+    if targets.dtype == torch.bool or targets.is_complex():
+        raise TypeError(f"targets are {targets.dtype}; pass real numbers, or classes as integers (targets.long())")
+    if targets.ndim != 1:
+        raise TypeError(
+            f"targets are {targets.dtype} of shape {tuple(targets.shape)}: integers are classes, of shape (n,); pass "
+            "targets.float() if they are numbers"
+        )
+    if targets.numel() and targets.min() < 0:
+        raise ValueError(f"targets have class {int(targets.min())}; pass classes counted from 0")
+    largest = int(targets.max()) if targets.numel() else -1
+    if num_classes is not None and largest >= num_classes:
+        raise ValueError(f"targets have class {largest} with num_classes={num_classes}; pass a larger num_classes")
+    return to_float64(F.one_hot(targets.long(), largest + 1 if num_classes is None else num_classes).float())
+
+
+@dataclass
+class Sums:
+    """Sums about the mean of joint rows (features, targets), p = d + K columns, in float64.
+
+    Attributes:
+        count: n.
+        mean: of each column.
+        products: features times all columns; only the upper triangle of the first d columns is filled.
+        squares: of each target.
+    """
+
+    count: int
+    mean: Float[Tensor, " p"]
+    products: Float[Tensor, "d p"]
+    squares: Float[Tensor, " K"]
+
+    @classmethod
+    def zeros(cls, d: int, K: int, device: torch.device) -> "Sums":
+        """Of no rows."""
+        return cls(0, *(torch.zeros(shape, dtype=torch.float64, device=device) for shape in (d + K, (d, d + K), K)))
+
+    def add_rows(self, rows: Float[Tensor, "n p"]) -> None:
+        """Add one chunk of float64 rows, at least one; the rows are left as they were."""
+        mean = rows.mean(dim=0)
+        self._absorb(rows - mean, len(rows), mean)
+
+    def add(self, other: "Sums") -> None:
+        """Add the sums of other rows, which are left as they were."""
+        self.products += other.products
+        self.squares += other.squares
+        self._absorb(other.mean.new_empty(0, len(other.mean)), other.count, other.mean)
+
+    def _absorb(self, centred: Float[Tensor, "n p"], count: int, mean: Float[Tensor, " p"]) -> None:
+        """Add rows less their mean, and what is due for `count` rows about another mean: it acts as one more row."""
+        d, total = len(self.products), self.count + count
+        shift = mean - self.mean
+        rows = torch.cat([centred, shift[None] * math.sqrt(self.count * count / total)])
+        block = max(64, d // 16)  # a symmetric product a strip at a time: little more than half the work
+        for start in range(0, d, block):
+            stop = min(start + block, d)
+            self.products[start:stop, start:].addmm_(rows[:, start:stop].mT, rows[:, start:])
+        self.squares += rows[:, d:].square().sum(dim=0)
+        self.mean += shift * (count / total)
+        self.count = total
+
+
+class Moments:
+    """Means, scatter and cross scatter of features and targets, added up over batches.
+
+    ``update`` adds a batch and ``merge`` the moments of other data; the result does not depend, but for rounding, on
+    how the data was split. Integer targets are classes, one-hot in the sums: a class that a batch lacks counts as a
+    column of zeros, and a class that no batch has shown so far adds a column when it comes. Then with
+    n_c = n · target_mean[c] the mean of class c is ``mean + cross[:, c] / n_c``.
+
+    The first batch sets the device, which is the CPU for devices without float64 (Apple's GPUs).
+
+    Args:
+        num_classes: K for classes; by default the largest class seen + 1.
+
+    Attributes:
+        num_features: d, and 0 before the first batch.
+        num_targets: K, likewise.
+        are_classes: whether targets are classes; None before the first batch.
+
+    Example:
+        >>> import torch
+        >>> moments = Moments()
+        >>> moments.update(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
+        >>> moments.update(torch.tensor([[8.0]]), torch.tensor([1]))
+        >>> moments.count, moments.mean.item(), moments.scatter.item()
+        (3, 4.0, 26.0)
+    """
+
+    def __init__(self, num_classes: int | None = None):
+        if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
+            raise ValueError(f"num_classes is {num_classes!r}; pass an integer of at least 2, or None")
+        self.num_classes = num_classes
+        self.num_features = self.num_targets = 0
+        self.are_classes: bool | None = None
+        self.rows: list[Tensor] = []  # the joint rows, while there are no more than num_features
+        self.sums: Sums | None = None  # and their sums from then on
+
+    # ---- adding ----
+
+    def update(self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *K"] | Int[Tensor, " n"]) -> None:
+        """Add a batch; one that is refused adds nothing.
+
+        Args:
+            features: H, in any floating-point precision.
+            targets: Y, real (n, K) or (n,), or integer classes (n,).
+
+        Raises:
+            ValueError: shapes that are wrong or differ from earlier batches, an empty batch, NaN or infinite entries,
+                several devices.
+            TypeError: features that are not floating-point, or as in ``target_matrix``.
+        """
+        _check_features(features)
+        matrix = target_matrix(targets, self.num_classes)
+        if len(matrix) != len(features):
+            raise ValueError(
+                f"features have shape {tuple(features.shape)}, targets {tuple(targets.shape)}: the first axes must "
+                "agree"
+            )
+        if targets.device != features.device:
+            raise ValueError(f"features are on {features.device}, targets on {targets.device}; move them to one device")
+        device, of_classes = matrix.device, not targets.is_floating_point()
+        self._check_fits(features.shape[1], matrix.shape[1], of_classes, device)
+        _check_finite(features=features, targets=matrix)
+
+        n, d, K = len(features), features.shape[1], max(matrix.shape[1], self.num_targets)
+        self._start(d, K, of_classes)
+        matrix = _widened(matrix, K)
+        if self.sums is None and self.count + n <= d:
+            self.rows.append(torch.cat([to_float64(features), matrix], dim=1))
+            return
+        sums = self._turn_to_sums(device)
+        size = max(_CHUNK_ROWS, _CHUNK_NUMBERS // (d + K))
+        for chunk, chunk_targets in zip(features.split(size), matrix.split(size), strict=True):
+            sums.add_rows(torch.cat([to_float64(chunk), chunk_targets], dim=1))
+
+    def merge(self, other: "Moments") -> None:
+        """Add the moments of other data, which are left as they were.
+
+        Raises:
+            ValueError: widths, kinds of targets or devices that differ.
+        """
+        if other.count == 0:
+            return
+        self._check_fits(other.num_features, other.num_targets, other.are_classes, other.device)
+        d, K = other.num_features, max(self.num_targets, other.num_targets)
+        self._start(d, K, other.are_classes)
+        if self.sums is None and other.sums is None and self.count + other.count <= d:
+            self.rows += [_widened(rows, d + K) for rows in other.rows]
+            return
+        sums = self._turn_to_sums(other.device)
+        if other.sums is None:
+            for rows in other.rows:
+                sums.add_rows(_widened(rows, d + K))
+        else:
+            sums.add(_widened_sums(other.sums, K))
+
+    def _start(self, d: int, K: int, of_classes: bool) -> None:
+        """Set the widths; classes not seen before become columns of zeros."""
+        if self.num_targets < K:
+            self.rows = [_widened(rows, d + K) for rows in self.rows]
+            self.sums = self.sums and _widened_sums(self.sums, K)
+        self.num_features, self.num_targets, self.are_classes = d, K, of_classes
+
+    def _turn_to_sums(self, device: torch.device) -> Sums:
+        if self.sums is None:
+            self.sums = Sums.zeros(self.num_features, self.num_targets, device)
+            for rows in self.rows:
+                self.sums.add_rows(rows)
+            self.rows = []
+        return self.sums
+
+    def _check_fits(self, d: int, K: int, of_classes: bool, device: torch.device) -> None:
+        if self.count == 0:
+            return
+        if d != self.num_features:
+            raise ValueError(f"features have width {d}, earlier ones {self.num_features}; call reset() between layers")
+        if of_classes != self.are_classes:
+            kinds = ("real numbers", "classes")
+            raise ValueError(f"targets are {kinds[of_classes]}, earlier ones {kinds[self.are_classes]}; pass one kind")
+        if self.num_targets != K and not of_classes:
+            raise ValueError(f"targets have width {K}, earlier ones {self.num_targets}: they must agree")
+        if device != self.device:
+            raise ValueError(f"the batch is on {device}, earlier ones on {self.device}; move them to one device")
+
+    # ---- reading ----
+
+    @property
+    def count(self) -> int:
+        """n, the number of samples so far."""
+        return self.sums.count if self.sums is not None else sum(map(len, self.rows))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sums are; the CPU before the first batch."""
+        if self.sums is not None:
+            return self.sums.mean.device
+        return self.rows[0].device if self.rows else torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows or sums, in bytes."""
+        if self.sums is not None:
+            return 8 * (self.sums.products.numel() + self.sums.mean.numel() + self.sums.squares.numel())
+        return 8 * sum(rows.numel() for rows in self.rows)
+
+    @property
+    def mean(self) -> Float[Tensor, " d"]:
+        """The features' mean."""
+        return self._mean()[: self.num_features]
+
+    @property
+    def target_mean(self) -> Float[Tensor, " K"]:
+        """The targets' mean; for classes, the fraction of samples in each."""
+        return self._mean()[self.num_features :]
+
+    @property
+    def scatter(self) -> Float[Tensor, "d d"]:
+        """Σ (h − mean)(h − mean)ᵀ, the centred HᵀH; not divided by n."""
+        if self.sums is None:
+            H, _ = self.centred_rows()
+            return H.mT @ H
+        upper = self.sums.products[:, : self.num_features].triu()
+        return upper + upper.triu(1).mT
+
+    @property
+    def cross(self) -> Float[Tensor, "d K"]:
+        """Σ (h − mean)(y − target_mean)ᵀ, the centred HᵀY; not divided by n."""
+        if self.sums is None:
+            H, Y = self.centred_rows()
+            return H.mT @ Y
+        return self.sums.products[:, self.num_features :]
+
+    @property
+    def squares(self) -> Float[Tensor, " d"]:
+        """Σ (h − mean)² of each feature, with constant features exactly zero."""
+        squares = self.centred_rows()[0].square().sum(dim=0) if self.sums is None else self.sums.products.diagonal()
+        return _without_rounding(squares, self.mean, self.count)
+
+    @property
+    def target_squares(self) -> Float[Tensor, " K"]:
+        """Σ (y − target_mean)² of each target, with constant targets exactly zero."""
+        squares = self.centred_rows()[1].square().sum(dim=0) if self.sums is None else self.sums.squares
+        return _without_rounding(squares, self.target_mean, self.count)
+
+    def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
+        """H and Y less their means; only while the rows are kept (``sums`` is None)."""
+        rows = torch.cat(self.rows)
+        rows -= rows.mean(dim=0)
+        return rows[:, : self.num_features], rows[:, self.num_features :]
+
+    def _mean(self) -> Float[Tensor, " p"]:
+        return torch.cat(self.rows).mean(dim=0) if self.sums is None else self.sums.mean
+
+
+def _without_rounding(squares: Tensor, mean: Tensor, count: int) -> Tensor:
+    return squares.where(squares > count * (_CONSTANT * mean).square(), 0.0)
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    return F.pad(rows, (0, width - rows.shape[-1]))
+
+
+def _widened_sums(sums: Sums, K: int) -> Sums:
+    width = len(sums.products) + K
+    return Sums(sums.count, _widened(sums.mean, width), _widened(sums.products, width), _widened(sums.squares, K))
+
+
+def _check_features(features: Tensor) -> None:
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        kind = f"{features.dtype} tensor" if isinstance(features, Tensor) else type(features).__name__
+        raise TypeError(f"features are a {kind}; pass a floating-point torch.Tensor, e.g. features.float()")
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise ValueError(f"features have shape {tuple(features.shape)}; pass (n, d), e.g. features.flatten(1)")
+    if len(features) == 0:
+        raise ValueError(f"the batch is empty: features have shape {tuple(features.shape)}; pass at least one sample")
+
+
+def _check_finite(**matrices: Tensor) -> None:
+    for name, matrix in matrices.items():
+        low, high = matrix.aminmax()  # NaN if there is one
+        if not (low.isfinite() and high.isfinite()):
+            bad = int((~matrix.isfinite()).sum())
+            raise ValueError(f"{name} of shape {tuple(matrix.shape)} have {bad} NaN or infinite entries")
