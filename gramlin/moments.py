@@ -29,7 +29,7 @@ def to_float64(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def target_matrix(
-    targets: Float[Tensor, "n *K"] | Int[Tensor, " n"], num_classes: int | None = None
+    targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"], num_classes: int | None = None
 ) -> Float[Tensor, "n K"]:
     """Targets as a float64 matrix: real ones as they are, (n,) as a column, integer classes one-hot.
 
@@ -60,6 +60,57 @@ def target_matrix(
     if num_classes is not None and largest >= num_classes:
         raise ValueError(f"targets have class {largest} with num_classes={num_classes}; pass a larger num_classes")
     return to_float64(F.one_hot(targets.long(), largest + 1 if num_classes is None else num_classes).float())
+
+
+def checked_targets(
+    features: Float[Tensor, "n d"],
+    targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"],
+    num_classes: int | None = None,
+) -> Float[Tensor, "n K"]:
+    """``target_matrix`` of a batch's targets, after a look at all that can be wrong with the batch.
+
+    Raises:
+        ValueError: features that are not (n, d), no samples, a different number of targets, NaN or infinite entries,
+            several devices; as in ``target_matrix``.
+        TypeError: features that are not floating-point; as in ``target_matrix``.
+    """
+    check_features(features)
+    matrix = target_matrix(targets, num_classes)
+    if len(matrix) != len(features):
+        raise ValueError(
+            f"features have shape {tuple(features.shape)}, targets {tuple(targets.shape)}: the first axes must agree"
+        )
+    if targets.device != features.device:
+        raise ValueError(f"features are on {features.device}, targets on {targets.device}; move them to one device")
+    _check_finite("features", features)
+    _check_finite("targets", matrix)
+    return matrix
+
+
+def check_features(features: Float[Tensor, "n d"]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless features are floating-point, (n, d) and not empty."""
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        kind = f"{features.dtype} tensor" if isinstance(features, Tensor) else type(features).__name__
+        raise TypeError(f"features are a {kind}; pass a floating-point torch.Tensor, e.g. features.float()")
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise ValueError(f"features have shape {tuple(features.shape)}; pass (n, d), e.g. features.flatten(1)")
+    if len(features) == 0:
+        raise ValueError(f"the batch is empty: features have shape {tuple(features.shape)}; pass at least one sample")
+
+
+def _check_finite(name: str, matrix: Tensor) -> None:
+    low, high = matrix.aminmax()  # NaN if there is one
+    if not (low.isfinite() and high.isfinite()):
+        bad = int((~matrix.isfinite()).sum())
+        raise ValueError(f"{name} of shape {tuple(matrix.shape)} have {bad} NaN or infinite entries")
+
+
+def centred(rows: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
+    """The rows in float64 less their mean, constant columns exactly zero."""
+    rows = to_float64(rows)
+    mean = rows.mean(dim=0)
+    rows = rows - mean
+    return rows * (_without_rounding(rows.square().sum(dim=0), mean, len(rows)) > 0)
 
 
 @dataclass
@@ -93,6 +144,10 @@ class Sums:
         self.products += other.products
         self.squares += other.squares
         self._absorb(other.mean.new_empty(0, len(other.mean)), other.count, other.mean)
+
+    def target_squares(self) -> Float[Tensor, " K"]:
+        """Σ (y − ȳ)² of each target, with constant targets exactly zero."""
+        return _without_rounding(self.squares, self.mean[len(self.products) :], self.count)
 
     def _absorb(self, centred: Float[Tensor, "n p"], count: int, mean: Float[Tensor, " p"]) -> None:
         """Add rows less their mean, and what is due for `count` rows about another mean: it acts as one more row."""
@@ -131,7 +186,7 @@ class Moments:
         >>> moments = Moments()
         >>> moments.update(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
         >>> moments.update(torch.tensor([[8.0]]), torch.tensor([1]))
-        >>> moments.count, moments.mean.item(), moments.scatter.item()
+        >>> moments.count, moments.mean.item(), round(moments.scatter.item(), 4)
         (3, 4.0, 26.0)
     """
 
@@ -146,7 +201,7 @@ class Moments:
 
     # ---- adding ----
 
-    def update(self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *K"] | Int[Tensor, " n"]) -> None:
+    def update(self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"]) -> None:
         """Add a batch; one that is refused adds nothing.
 
         Args:
@@ -158,18 +213,9 @@ class Moments:
                 several devices.
             TypeError: features that are not floating-point, or as in ``target_matrix``.
         """
-        _check_features(features)
-        matrix = target_matrix(targets, self.num_classes)
-        if len(matrix) != len(features):
-            raise ValueError(
-                f"features have shape {tuple(features.shape)}, targets {tuple(targets.shape)}: the first axes must "
-                "agree"
-            )
-        if targets.device != features.device:
-            raise ValueError(f"features are on {features.device}, targets on {targets.device}; move them to one device")
+        matrix = checked_targets(features, targets, self.num_classes)
         device, of_classes = matrix.device, not targets.is_floating_point()
         self._check_fits(features.shape[1], matrix.shape[1], of_classes, device)
-        _check_finite(features=features, targets=matrix)
 
         n, d, K = len(features), features.shape[1], max(matrix.shape[1], self.num_targets)
         self._start(d, K, of_classes)
@@ -282,19 +328,20 @@ class Moments:
     @property
     def squares(self) -> Float[Tensor, " d"]:
         """Σ (h − mean)² of each feature, with constant features exactly zero."""
-        squares = self.centred_rows()[0].square().sum(dim=0) if self.sums is None else self.sums.products.diagonal()
-        return _without_rounding(squares, self.mean, self.count)
+        if self.sums is None:
+            return self.centred_rows()[0].square().sum(dim=0)
+        return _without_rounding(self.sums.products.diagonal(), self.mean, self.count)
 
     @property
     def target_squares(self) -> Float[Tensor, " K"]:
         """Σ (y − target_mean)² of each target, with constant targets exactly zero."""
-        squares = self.centred_rows()[1].square().sum(dim=0) if self.sums is None else self.sums.squares
-        return _without_rounding(squares, self.target_mean, self.count)
+        if self.sums is None:
+            return self.centred_rows()[1].square().sum(dim=0)
+        return self.sums.target_squares()
 
     def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         """H and Y less their means; only while the rows are kept (``sums`` is None)."""
-        rows = torch.cat(self.rows)
-        rows -= rows.mean(dim=0)
+        rows = centred(torch.cat(self.rows))
         return rows[:, : self.num_features], rows[:, self.num_features :]
 
     def _mean(self) -> Float[Tensor, " p"]:
@@ -312,21 +359,3 @@ def _widened(rows: Tensor, width: int) -> Tensor:
 def _widened_sums(sums: Sums, K: int) -> Sums:
     width = len(sums.products) + K
     return Sums(sums.count, _widened(sums.mean, width), _widened(sums.products, width), _widened(sums.squares, K))
-
-
-def _check_features(features: Tensor) -> None:
-    if not isinstance(features, Tensor) or not features.is_floating_point():
-        kind = f"{features.dtype} tensor" if isinstance(features, Tensor) else type(features).__name__
-        raise TypeError(f"features are a {kind}; pass a floating-point torch.Tensor, e.g. features.float()")
-    if features.ndim != 2 or features.shape[1] == 0:
-        raise ValueError(f"features have shape {tuple(features.shape)}; pass (n, d), e.g. features.flatten(1)")
-    if len(features) == 0:
-        raise ValueError(f"the batch is empty: features have shape {tuple(features.shape)}; pass at least one sample")
-
-
-def _check_finite(**matrices: Tensor) -> None:
-    for name, matrix in matrices.items():
-        low, high = matrix.aminmax()  # NaN if there is one
-        if not (low.isfinite() and high.isfinite()):
-            bad = int((~matrix.isfinite()).sum())
-            raise ValueError(f"{name} of shape {tuple(matrix.shape)} have {bad} NaN or infinite entries")
