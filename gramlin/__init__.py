@@ -17,12 +17,34 @@ _MODULE_OF = {
     "virtual_update": "gram",
     "weight_gram": "gram",
     "VirtualCovariance": "gram",
+    "fit_linear": "linearity",
+    "normalized_surrogate": "linearity",
+    "surrogate": "linearity",
+    "target_linearity": "linearity",
+    "LinearFit": "linearity",
+    "TargetLinearity": "linearity",
+    "Moments": "moments",
+    "probe": "probing",
     "nearest_with_same_gram": "whitening",
     "newton_schulz_polar": "whitening",
     "polar_factor": "whitening",
     "whiten": "whitening",
 }
-_MODULES = ("book", "data", "experiments", "figures", "gram", "hooks", "models", "results", "training", "whitening")
+_MODULES = (
+    "book",
+    "data",
+    "experiments",
+    "figures",
+    "gram",
+    "hooks",
+    "linearity",
+    "models",
+    "moments",
+    "probing",
+    "results",
+    "training",
+    "whitening",
+)
 
 __all__ = ["__version__", *_MODULE_OF]
 __version__ = "0.1.0"

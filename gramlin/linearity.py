@@ -412,7 +412,7 @@ class TargetLinearity(MomentsMetric):
         0.9214
         >>> H = torch.tensor([[6.0], [9.0]])
         >>> round(metric.fit().score(H, H.square()).item(), 4)
-        -0.4213
+        -0.614
     """
 
     higher_is_better = True
