@@ -7,7 +7,7 @@ import torch
 
 from gramlin import data
 from gramlin.experiments.summaries import mean_and_spread, paired_interval
-from gramlin.experiments.sweeps import Experiment
+from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.gram import VirtualCovariance, agop, gram_shift, matrix_correlation, relative_error, weight_gram
 from gramlin.models import MLP
 from gramlin.results import Run
@@ -56,7 +56,7 @@ def measure_gram_shift(
     torch.manual_seed(seed)
     width_in, width_out = split.train_inputs[0].numel(), split.num_classes
     model = MLP([width_in, hidden, width_out], activation).to(device)
-    optimizer = _optimizer(method, model, lr, momentum)
+    optimizer = optimizer_of(method, model, lr, momentum)
     virtual = VirtualCovariance(model.linear1, optimizer)
     initial = model.linear1.weight.detach().clone()
     flat = split.train_inputs.flatten(1)
@@ -113,14 +113,6 @@ def gram_shift_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     }
     variants = [{}, {"lr": 0.05}, {"momentum": 0.9}, {"method": "adam", "lr": 0.001}, {"standardize": False}]
     return [{**plain, **variant, "seed": seed} for variant in variants for seed in seeds]
-
-
-def _optimizer(method: str, model: torch.nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:
-    if method == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    if method == "adam" and momentum == 0:
-        return torch.optim.Adam(model.parameters(), lr=lr)
-    raise ValueError(f"method is {method!r} with momentum {momentum}; pass 'sgd', or 'adam' with momentum 0")
 
 
 def _gram_shift_groups(runs: Sequence[Run]) -> dict[str, list[Run]]:

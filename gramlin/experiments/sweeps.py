@@ -86,6 +86,15 @@ def run_once(experiment: Experiment, settings: dict, device: str | torch.device 
     return Run(experiment.name, settings, metrics, wall_seconds=seconds, device=_device_name(device))
 
 
+def optimizer_of(method: str, model: torch.nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:
+    """The optimizer of an experiment: "sgd", or "adam" with its usual moments."""
+    if method == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    if method == "adam" and momentum == 0:
+        return torch.optim.Adam(model.parameters(), lr=lr)
+    raise ValueError(f"method is {method!r} with momentum {momentum}; pass 'sgd', or 'adam' with momentum 0")
+
+
 def _start_worker() -> None:
     torch.set_num_threads(1)
     # A worker whose sweep was killed would go on working, and with the next sweep's for the same cores.
