@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.typing import ColorType
 from numpy.typing import ArrayLike
 
 # Okabe and Ito's colours, which people with colour-blindness tell apart; the same thing has the same colour throughout.
@@ -78,7 +79,7 @@ def plot_fixed_time(lrs: ArrayLike, gap: ArrayLike) -> Figure:
     return figure
 
 
-def _mean_and_spread(axes: Axes, x: ArrayLike, rows: ArrayLike, color: str, label: str) -> None:
+def _mean_and_spread(axes: Axes, x: ArrayLike, rows: ArrayLike, color: ColorType, label: str) -> None:
     rows = np.asarray(rows)
     mean, spread = rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
     axes.plot(x, mean, "o-", color=color, label=label, markersize=3)
@@ -249,12 +250,8 @@ def plot_accuracy_curves(panels: dict[str, dict[str, ArrayLike]]) -> Figure:
     Args:
         panels: by title, by method (a key of ``LABELS``, or any other text), a row of accuracies in [0, 1] a seed.
     """
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.5 * columns + 0.4, 2.7 * rows + 0.6), squeeze=False)
+    figure, grid = _grid(len(panels))
     labels: dict = {}
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
     for axes, (title, methods) in zip(grid.flat, panels.items(), strict=False):
         for method, rows in methods.items():
             percent = 100 * np.asarray(rows)
@@ -315,6 +312,112 @@ def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
     axes.set_yticks(range(len(accuracies)), [LABELS.get(method, method) for method in accuracies])
     axes.invert_yaxis()
     axes.set(xlabel="test accuracy after the last epoch, %", ylabel="kept of each step")
+    return figure
+
+
+def _depth_colors(layers: Sequence[str]) -> dict[str, tuple]:
+    """Colours from the input (dark) to the output (light)."""
+    shades = plt.get_cmap("viridis")(np.linspace(0, 0.88, len(layers)))
+    return {name: tuple(shade) for name, shade in zip(layers, shades, strict=True)}
+
+
+def _grid(panels: int, columns: int = 2) -> tuple[Figure, np.ndarray]:
+    """Axes for so many panels, with the superfluous ones hidden."""
+    columns = min(columns, panels)
+    rows = -(-panels // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.5 * columns + 0.4, 2.7 * rows + 0.6), squeeze=False)
+    for axes in grid.flat[panels:]:
+        axes.set_visible(False)
+    return figure, grid
+
+
+def plot_growth(
+    times: ArrayLike,
+    surrogate: ArrayLike,
+    laws: dict[str, ArrayLike],
+    linearity: ArrayLike,
+    stop: float,
+    ceiling: float,
+) -> Figure:
+    """Draw the surrogate of a linear network over time with the laws that it should follow, and Target Linearity.
+
+    Args:
+        times: of the measurements.
+        surrogate: measured.
+        laws: by label, what theory says; the first dashed, the second solid.
+        linearity: Target Linearity of the hidden features.
+        stop: when exponential growth should end.
+        ceiling: the largest Target Linearity that the hidden features could have.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.5))
+    surrogate = np.asarray(surrogate)
+    for (label, values), style in zip(laws.items(), ("--", "-"), strict=True):
+        left.semilogy(times, values, style, color=COLORS["theory"], label=label)
+    left.semilogy(times[::3], surrogate[::3], "o", color=COLORS["gram"], markersize=3.5, label="measured")
+    left.set(ylim=(surrogate.min() / 3, surrogate.max() * 10), xlabel="time t", ylabel="surrogate S")
+    right.plot(times, linearity, color=COLORS["virtual"], label="hidden features")
+    right.axhline(ceiling, color=COLORS["theory"], linestyle="--", linewidth=1, label="input")
+    right.set(ylim=(0, 1), xlabel="time t", ylabel="Target Linearity")
+    for axes in (left, right):
+        axes.axvline(stop, color=COLORS["theory"], linestyle=":", linewidth=1.2)
+        axes.legend(loc="lower right")
+    return figure
+
+
+def plot_layers_over_training(
+    panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]],
+    dashed: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]] | None = None,
+    *,
+    ylabel: str,
+    log_values: bool = False,
+) -> Figure:
+    """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
+
+    Args:
+        panels: by title, by layer from the input on: the epochs, and a row of values a run.
+        dashed: more of the same, for a second kind of line in the same panels; without spread.
+        ylabel: what is drawn.
+        log_values: whether the vertical axis is logarithmic.
+    """
+    figure, grid = _grid(len(panels))
+    labels: dict = {}
+    for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
+        colors = _depth_colors(list(layers))
+        for name, (epochs, rows) in layers.items():
+            mean, spread = np.mean(rows, axis=0), np.std(rows, axis=0, ddof=1) if len(rows) > 1 else 0
+            axes.plot(epochs, mean, color=colors[name], label=name, linewidth=1.5)
+            axes.fill_between(epochs, mean - 2 * spread, mean + 2 * spread, color=colors[name], alpha=0.2, linewidth=0)
+            if dashed:
+                epochs, rows = dashed[title][name]
+                axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)
+        axes.set(title=title, xlabel="epoch")
+        if log_values:
+            axes.set_yscale("log")
+        labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    for axes in grid[:, 0]:
+        axes.set_ylabel(ylabel)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=min(6, len(labels)))
+    return figure
+
+
+def plot_depth_profiles(panels: dict[str, dict[str, ArrayLike]], layers: Sequence[str], *, ylabel: str) -> Figure:
+    """Draw a measure over depth at several moments of training, mean ± 2 sd over runs: a panel a title.
+
+    Args:
+        panels: by title, by moment, a row of values (one a layer) a run.
+        layers: names on the horizontal axis, from the input on.
+        ylabel: what is drawn.
+    """
+    figure, grid = _grid(len(panels))
+    for axes, (title, moments) in zip(grid.flat, panels.items(), strict=False):
+        shades = plt.get_cmap("Greys")(np.linspace(0.35, 1, len(moments)))
+        for shade, (moment, rows) in zip(shades, moments.items(), strict=True):
+            _mean_and_spread(axes, np.arange(len(layers)), rows, tuple(shade), moment)
+        axes.set_xticks(range(len(layers)), layers)
+        axes.set(title=title, xlabel="features")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(ylabel)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 

@@ -8,6 +8,7 @@ from gramlin.experiments import (
     GRAM_SHIFT,
     UPDATES,
     WHITENING,
+    accuracy_difference,
     accuracy_panels,
     compare_solvers,
     gram_shift_panels,
@@ -244,6 +245,17 @@ def test_seeds_without_their_twin_do_not_count():
     table = whitening_table(finished({"sgd": [90.0, 91.0, 50.0], "whitened": [90.0, 91.0]}))
     assert table.loc["digits", "MLP", 0.01]["SGD"] == "90.50 ± 0.71"
     assert whitening_table(finished({"sgd": [90.0]})).empty
+
+
+def test_differences_are_paired_by_seed():
+    runs = finished({"sgd": [90.0, 91.0, 92.0], "rotation": [89.0, 88.0, None], "readout only": [80.0]})
+    difference = accuracy_difference(runs, "rotation", "sgd")
+    # By hand: −1 and −3, mean −2, standard error 1, t(0.975, 1) = 12.7062.
+    assert difference.mean == pytest.approx(-2)
+    assert difference.interval == pytest.approx((-2 - 12.7062, -2 + 12.7062), rel=1e-5)
+    assert str(difference) == "-2.00 [-14.71, +10.71]"
+    assert str(accuracy_difference(runs, "readout only", "sgd")) == "-10.00"
+    assert accuracy_difference(runs, "whitened", "sgd") is None
 
 
 def test_tables_of_the_halves_and_of_what_is_kept():

@@ -27,6 +27,13 @@ FIGURES = {
     ),
     "Gram errors": lambda: figures.plot_gram_errors({"exact": (x, [x, x])}, {"SGD": [x], "exact": [x, x]}),
     "halves": lambda: figures.plot_halves({"sgd": [0.9, 0.91], "rotation": [0.5], "readout only": [0.4]}),
+    "growth": lambda: figures.plot_growth(x, x, {"exponential": x, "logistic": x}, x, 0.5, 1.0),
+    "layers over training": lambda: figures.plot_layers_over_training(
+        {"one": {"h1": (x, [x, x]), "h2": (x, [x])}}, {"one": {"h1": (x, [x]), "h2": (x, [x])}}, ylabel="TL"
+    ),
+    "depth profiles": lambda: figures.plot_depth_profiles(
+        {title: {"start": [x, x], "end": [x]} for title in "abc"}, list("input"), ylabel="TL"
+    ),
     "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),
 }
 

@@ -10,6 +10,7 @@ from gramlin.experiments.chapter1 import (
 from gramlin.experiments.chapter2 import (
     UPDATES,
     WHITENING,
+    accuracy_difference,
     accuracy_panels,
     compare_solvers,
     halves_table,
@@ -18,23 +19,40 @@ from gramlin.experiments.chapter2 import (
     whitening_settings,
     whitening_table,
 )
+from gramlin.experiments.chapter3 import (
+    LINEARITY,
+    depth_profiles,
+    linearity_panels,
+    linearity_settings,
+    linearity_table,
+    linearity_verdicts,
+    measure_linearity,
+)
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
 __all__ = [
     "GRAM_SHIFT",
+    "LINEARITY",
     "UPDATES",
     "WHITENING",
     "Experiment",
+    "accuracy_difference",
     "accuracy_panels",
     "compare_solvers",
+    "depth_profiles",
     "gram_shift_panels",
     "gram_shift_settings",
     "gram_shift_table",
     "halves_table",
     "kept_table",
+    "linearity_panels",
+    "linearity_settings",
+    "linearity_table",
+    "linearity_verdicts",
     "mean_and_spread",
     "measure_gram_shift",
+    "measure_linearity",
     "measure_whitening",
     "paired_interval",
     "run_once",

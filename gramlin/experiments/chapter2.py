@@ -1,6 +1,7 @@
 """Chapter 2: training with parts of each step taken out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -296,53 +297,87 @@ def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
     columns = ["seeds", "SGD", "whitened", "difference", "95% interval", "verdict"]
     rows = {}
     for (dataset, model, lr), group in grouped(runs, "dataset", "model", "lr").items():
-        pair = {
-            method: {run.settings["seed"]: run for run in select(group, method=method)}
-            for method in ("sgd", "whitened")
-        }
-        seeds = sorted(pair["sgd"].keys() & pair["whitened"].keys())
-        if not seeds:
+        sgd, whitened = _pairs(group, "sgd", "whitened")
+        if not sgd:
             continue
-        row = dict.fromkeys(columns, "–") | {"seeds": len(seeds)}
-        failed = {m: sum(not finished(pair[m][seed]) for seed in seeds) for m in pair}
-        if any(failed.values()):
-            row |= {"SGD": f"{failed['sgd']} diverged", "whitened": f"{failed['whitened']} diverged"}
+        row = dict.fromkeys(columns, "–") | {"seeds": len(sgd)}
+        failed = [sum(not finished(run) for run in each) for each in (sgd, whitened)]
+        if any(failed):
+            row |= {"SGD": f"{failed[0]} diverged", "whitened": f"{failed[1]} diverged"}
         else:
-            sgd, whitened = ([100 * pair[m][seed].metrics["test_accuracy"][-1] for seed in seeds] for m in pair)
-            row |= {"SGD": mean_and_spread(sgd, 2), "whitened": mean_and_spread(whitened, 2)}
-            row["difference"] = f"{sum(whitened) / len(seeds) - sum(sgd) / len(seeds):+.2f}"
-            if len(seeds) > 1:
-                low, high = paired_interval(whitened, sgd)
+            row |= {"SGD": mean_and_spread(_final(sgd), 2), "whitened": mean_and_spread(_final(whitened), 2)}
+            difference = accuracy_difference(group, "whitened", "sgd")
+            row["difference"] = f"{difference.mean:+.2f}"
+            row["verdict"] = "not decided by one seed"
+            if len(sgd) > 1:
+                low, high = difference.interval
                 row["95% interval"] = f"[{low:+.2f}, {high:+.2f}]"
                 row["verdict"] = "reproduced" if low > -1 else "not reproduced" if high < -1 else "undecided"
-            else:
-                row["verdict"] = "not decided by one seed"
         rows[dataset, model.upper(), lr] = row
     index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "η"])
     return pd.DataFrame(list(rows.values()), index=index, columns=columns)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference over pairs of runs, and Student's 95% interval of it; without one for a single pair."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        if self.interval is None:
+            return f"{self.mean:+.2f}"
+        return f"{self.mean:+.2f} [{self.interval[0]:+.2f}, {self.interval[1]:+.2f}]"
+
+
+def accuracy_difference(runs: Sequence[Run], method: str, other: str) -> Difference | None:
+    """Last test accuracy of one method − another, in points, over the seeds that both have; None if there are none.
+
+    Runs that diverged do not count. The runs must not differ in anything but method and seed.
+    """
+    pairs = [each for each in zip(*_pairs(runs, method, other), strict=True) if all(map(finished, each))]
+    if not pairs:
+        return None
+    first, second = (_final(each) for each in zip(*pairs, strict=True))
+    mean = sum(first) / len(first) - sum(second) / len(second)
+    return Difference(mean, paired_interval(first, second) if len(pairs) > 1 else None)
+
+
+def _pairs(runs: Sequence[Run], *methods: str) -> list[list[Run]]:
+    """The runs of each method, for the seeds that all of them have, in the order of the seeds."""
+    by_seed = [{run.settings["seed"]: run for run in select(runs, method=method)} for method in methods]
+    seeds = sorted(set.intersection(*(set(each) for each in by_seed)))
+    return [[each[seed] for seed in seeds] for each in by_seed]
+
+
+def _final(runs: Sequence[Run]) -> list[float]:
+    return [100 * run.metrics["test_accuracy"][-1] for run in runs]
 
 
 def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Chapter 2's controls, for one network and setting: what is reached with which part of the steps.
 
     A row a method, in the order of ``UPDATES``: train and test accuracy after the last epoch in percent, mean ±
-    standard deviation over seeds; and how far the Gram matrices of the first hidden layer and of the readout have
-    moved, relative to the initial ones.
+    standard deviation over seeds; the difference of the test accuracy to SGD's with its 95% interval
+    (`accuracy_difference`); and how far the Gram matrix of the first hidden layer has moved, relative to the initial
+    one.
     """
     groups = grouped(runs, "method")
     rows = {}
     for method in UPDATES:
         group = [run for run in groups.get((method,), []) if finished(run)]
         if group:
-            layers = list(group[0].metrics["layers"])
             rows[method] = {"seeds": len(group)}
             for name in ("train_accuracy", "test_accuracy"):
                 values = [100 * run.metrics[name][-1] for run in group]
                 rows[method][name.replace("_", " ")] = mean_and_spread(values, 2)
-            for title, layer in (("first layer", layers[0]), ("readout", layers[-1])):
-                moved = [run.metrics["layers"][layer]["gram_change"][-1] for run in group]
-                rows[method][f"Gram shift, {title}"] = f"{sum(moved) / len(moved):.2g}"
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="steps")
+            difference = accuracy_difference(runs, method, "sgd")
+            rows[method]["against SGD"] = "–" if method == "sgd" or difference is None else str(difference)
+            first = next(iter(group[0].metrics["layers"]))
+            moved = [run.metrics["layers"][first]["gram_change"][-1] for run in group]
+            rows[method]["Gram shift"] = f"{sum(moved) / len(moved):.2g}"
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="kept of each step")
 
 
 def kept_table(runs: Sequence[Run]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gramlin import data
-from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval, select
+from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval
 from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.hooks import SUPPORTED_LAYERS
 from gramlin.linearity import HeldOut, fit_of, linearity_of
@@ -153,3 +153,101 @@ def linearity_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     return [{**each, "seed": seed} for each in (sgd, adam) for seed in seeds] + [
         {**each, "seed": seeds[0]} for each in others
     ]
+
+
+_METHODS = {"sgd": "SGD", "adam": "Adam"}
+_MOMENTS = {"start": 0.0, "after a tenth": 0.1, "halfway": 0.5, "end": 1.0}
+
+
+def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but their seed, under titles that tell the groups apart."""
+    keys = ("dataset", "model", "width", "method", "lr")
+    several = {key for key in ("model", "width") if len({run.settings[key] for run in runs}) > 1}
+    groups = {}
+    for (dataset, model, width, method, _), group in grouped(runs, *keys).items():
+        title = f"{dataset}, {_METHODS[method]}"
+        if several:
+            title += f", {model.upper()} of width {width}"
+        groups[title] = group
+    return dict(sorted(groups.items(), key=lambda item: "Adam" in item[0]))
+
+
+def _epochs(run: Run) -> np.ndarray:
+    steps = np.array(run.metrics["step"])
+    return steps * run.settings["epochs"] / steps[-1]
+
+
+def linearity_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple]]:
+    """A measure of every layer that has it, for ``figures.plot_layers_over_training``: the epochs, and a row a run."""
+    panels = {}
+    for title, group in _groups(runs).items():
+        layers = {name: each for name, each in group[0].metrics["layers"].items() if measure in each}
+        panels[title] = {
+            name: (_epochs(group[0]), [run.metrics["layers"][name][measure] for run in group]) for name in layers
+        }
+    return panels
+
+
+def _profile(run: Run, measure: str, share: float) -> list[float]:
+    """The measure of what enters each layer, at this share of the run."""
+    at = int(np.argmin(np.abs(_epochs(run) - share * run.settings["epochs"])))
+    return [each[measure][at] for name, each in run.metrics["layers"].items() if name != "output"]
+
+
+def depth_profiles(runs: Sequence[Run], measure: str) -> dict[str, dict[str, list]]:
+    """A measure over depth at four moments of training, for ``figures.plot_depth_profiles``: a row a run."""
+    return {
+        title: {moment: [_profile(run, measure, share) for run in group] for moment, share in _MOMENTS.items()}
+        for title, group in _groups(runs).items()
+    }
+
+
+def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Target Linearity of what enters each layer, mean ± standard deviation over seeds: rows a group and moment."""
+    rows = {}
+    for title, group in _groups(runs).items():
+        for moment, measure, share in (
+            ("start", "tl", 0.0),
+            ("end", "tl", 1.0),
+            ("start, held-out", "tl_test", 0.0),
+            ("end, held-out", "tl_test", 1.0),
+        ):
+            profiles = np.array([_profile(run, measure, share) for run in group])
+            names = ["input", *(f"h{index}" for index in range(1, profiles.shape[1]))]
+            rows[title, moment] = {
+                name: mean_and_spread(list(column)) for name, column in zip(names, profiles.T, strict=True)
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "moment"])
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def linearity_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 3's claims C5 (SGD) and C5b (Adam), a row a group.
+
+    By Student's 95% intervals over seeds, "with training" is "rises" if Target Linearity is larger at the end than at
+    the start for every hidden layer; "with depth" is "rises" if at the end it is larger at each layer than at the one
+    before, from the input to the last hidden layer. "falls" is the opposite everywhere, "mixed" neither. The verdict is
+    "reproduced" if both rise on the training data, "not reproduced" if one does not.
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        row = {"seeds": len(group)}
+        for suffix, measure in (("", "tl"), (", held-out", "tl_test")):
+            start, end = (np.array([_profile(run, measure, share) for run in group]) for share in (0.0, 1.0))
+            row["with training" + suffix] = _direction(end[:, 1:], start[:, 1:])
+            row["with depth" + suffix] = _direction(end[:, 1:], end[:, :-1])
+        both = (row["with training"], row["with depth"])
+        decided = "reproduced" if both == ("rises", "rises") else "not reproduced"
+        row["verdict"] = decided if len(group) > 1 else "not decided by one seed"
+        rows[title] = row
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def _direction(larger: np.ndarray, smaller: np.ndarray) -> str:
+    """How the columns of the first array, over runs, compare with those of the second."""
+    if len(larger) < 2:
+        return "–"
+    intervals = [paired_interval(a, b) for a, b in zip(larger.T, smaller.T, strict=True)]
+    if all(low > 0 for low, _ in intervals):
+        return "rises"
+    return "falls" if all(high < 0 for _, high in intervals) else "mixed"
