@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -24,7 +24,7 @@ from gramlin.moments import Moments, Sums, centred, check_features, checked_targ
 _RANK_CUTOFF = 1e-12
 
 Features = Float[Tensor, "n d"]
-Targets = Float[Tensor, "n *outputs"] | Int[Tensor, " n"]
+Targets = Float[Tensor, "n *outputs"] | Integer[Tensor, " n"]
 
 
 # ---- Target Linearity ----
@@ -45,8 +45,9 @@ def target_linearity(
     general position and ridge is 0.
 
     With ridge 0 the fit is by pseudo-inverse: exact for duplicated, dependent or constant features. Features are first
-    scaled to unit variance if n > d, which changes no prediction; then directions with less than 1e-12 of the largest
-    variance (1e-6 of its standard deviation) count as constant.
+    scaled to unit variance, which changes no prediction; then directions with less than 1e-12 of the largest variance
+    (1e-6 of its standard deviation) count as constant. So does a feature whose standard deviation is below 1e-13 of
+    its mean.
 
     Args:
         features: H (n, d), in any floating-point precision.
@@ -146,7 +147,8 @@ class LinearFit:
     def score(self, features: Features, targets: Targets, *, per_output: bool = False) -> Float[Tensor, "*scores"]:
         """Target Linearity of other data under this fit, 1 − ‖Y − Ŷ‖²_F/‖Y − Ȳ‖²_F; negative if worse than Ȳ.
 
-        Ȳ is the mean of the *given* targets, as in scikit-learn's ``r2_score(multioutput="variance_weighted")``.
+        Ȳ is the mean of the *given* targets, as in scikit-learn's ``r2_score(multioutput="variance_weighted")``; unlike
+        there, errors count also in an output that is constant over the given samples, such as a class they lack.
 
         Args, errors: as in ``target_linearity``; also widths or kinds of targets that differ from the fit's.
         """
@@ -229,27 +231,27 @@ def _solve(moments: Moments, ridge: float) -> _Solution:
     squares = moments.squares
     if not (squares.isfinite().all() and moments.target_squares.isfinite().all()):
         raise ValueError("the sums of squares overflow float64; scale features and targets down")
+    varies = squares > 0
+    scale = ((squares.sqrt() if ridge == 0 else torch.ones_like(squares)) * varies)[:, None]
+    inverse = (1 / scale).where(varies[:, None], 0.0)
     if moments.sums is None:
         H, Y = moments.centred_rows()
+        H = H * inverse.mT
         variances, U = _significant(H @ H.mT)
+        deviations = variances.sqrt()[:, None]
         projected = U.mT @ Y
-
-        def coefficients() -> Tensor:
-            return H.mT @ (U @ (projected / (variances + ridge)[:, None]))
     else:
-        varies = squares > 0
-        scale = (squares.sqrt() if ridge == 0 else torch.ones_like(squares)) * varies
-        inverse = (1 / scale).where(varies, 0.0)[:, None]
         variances, V = _significant(moments.scatter * inverse * inverse.mT)
         deviations = variances.sqrt()[:, None]
         projected = V.mT @ (inverse * moments.cross) / deviations
 
-        def coefficients() -> Tensor:
-            B = inverse * (V @ (projected * deviations / (variances + ridge)[:, None]))
-            if ridge == 0 and len(variances) < len(scale):  # the part that features see is the solution of least norm
-                basis = torch.linalg.qr(scale[:, None] * V).Q
-                B = basis @ (basis.mT @ B)
-            return B
+    def coefficients() -> Tensor:
+        right = V if moments.sums is not None else H.mT @ U / deviations.mT
+        B = inverse * (right @ (projected * deviations / (variances + ridge)[:, None]))
+        if ridge == 0 and len(variances) < len(scale):  # of equal fits the one of least norm lies in the rows' span
+            basis = torch.linalg.qr(scale * right).Q
+            B = basis @ (basis.mT @ B)
+        return B
 
     kept = variances * (variances + 2 * ridge) / (variances + ridge).square()
     return _Solution(kept @ projected.square(), len(variances), coefficients)
@@ -355,8 +357,8 @@ class MomentsMetric(Metric):
         return super()._apply(move, exclude_state)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        if f"{prefix}count" in state_dict:
-            self._update_count = int(state_dict[f"{prefix}count"] > 0)
+        if f"{prefix}layout" in state_dict:
+            self._update_count = int(state_dict[f"{prefix}layout"][0] > 0)
             self._computed = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 

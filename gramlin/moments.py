@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 # Rows are taken to float64 a chunk at a time: 4 MiB of them, and of wide rows 512, since each chunk passes over the
@@ -29,7 +29,7 @@ def to_float64(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def target_matrix(
-    targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"], num_classes: int | None = None
+    targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"], num_classes: int | None = None
 ) -> Float[Tensor, "n K"]:
     """Targets as a float64 matrix: real ones as they are, (n,) as a column, integer classes one-hot.
 
@@ -64,7 +64,7 @@ def target_matrix(
 
 def checked_targets(
     features: Float[Tensor, "n d"],
-    targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"],
+    targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"],
     num_classes: int | None = None,
 ) -> Float[Tensor, "n K"]:
     """``target_matrix`` of a batch's targets, after a look at all that can be wrong with the batch.
@@ -201,7 +201,9 @@ class Moments:
 
     # ---- adding ----
 
-    def update(self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *outputs"] | Int[Tensor, " n"]) -> None:
+    def update(
+        self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"]
+    ) -> None:
         """Add a batch; one that is refused adds nothing.
 
         Args:
@@ -341,15 +343,20 @@ class Moments:
 
     def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         """H and Y less their means; only while the rows are kept (``sums`` is None)."""
-        rows = centred(torch.cat(self.rows))
+        rows = centred(self._joint_rows())
         return rows[:, : self.num_features], rows[:, self.num_features :]
 
     def _mean(self) -> Float[Tensor, " p"]:
-        return torch.cat(self.rows).mean(dim=0) if self.sums is None else self.sums.mean
+        return self._joint_rows().mean(dim=0) if self.sums is None else self.sums.mean
+
+    def _joint_rows(self) -> Float[Tensor, "n p"]:
+        if not self.rows:
+            raise ValueError("there are no samples yet; call update(features, targets) first")
+        return torch.cat(self.rows)
 
 
 def _without_rounding(squares: Tensor, mean: Tensor, count: int) -> Tensor:
-    return squares.where(squares > count * (_CONSTANT * mean).square(), 0.0)
+    return squares.where(~(squares.sqrt() <= math.sqrt(count) * _CONSTANT * mean.abs()), 0.0)  # NaN stays
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:

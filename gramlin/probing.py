@@ -122,9 +122,10 @@ def probe(
 
     Positions: a sample that a layer sees at many positions (the pixels of a convolution's map, the tokens of a
     sequence) is one row for Target Linearity: by default the average over positions, a feature a channel; with
-    ``positions="flatten"`` all of them, channels · height · width features. Mind that Target Linearity without ridge is
-    1, and says nothing, where there are as many features as samples. For the surrogate and the CKA each position (of a convolution,
-    each patch) is a row, with the target of its sample. A layer that is used several times has the rows of all uses.
+    ``positions="flatten"`` all of them, channels · height · width features. Mind that Target Linearity without ridge
+    is 1, and says nothing, where there are as many features as samples. For the surrogate and the CKA each position
+    (of a convolution, each patch) is a row, with the target of its sample. A layer that is used several times has the
+    rows of all uses.
 
     Args:
         model: any ``nn.Module`` whose layers see samples along the first axis.
