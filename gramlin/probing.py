@@ -264,6 +264,8 @@ def _pairs(batches: Any, targets: Tensor | None, batch_size: int) -> Iterator[tu
         start = 0
         for inputs in batches:
             stop = start + _batch_length(inputs)
+            if stop > len(targets):
+                raise ValueError(f"got {stop} inputs and more, but {len(targets)} targets; pass as many as inputs")
             yield inputs, targets[start:stop]
             start = stop
         if start != len(targets):
@@ -321,6 +323,10 @@ def _pass(
             for inputs, targets in pairs:
                 if not isinstance(targets, Tensor):
                     raise TypeError(f"targets are a {type(targets).__name__}; pass a torch.Tensor")
+                if isinstance(inputs, Tensor) and len(inputs) != len(targets):
+                    raise ValueError(
+                        f"a batch has {len(inputs)} inputs and {len(targets)} targets; pass as many of both"
+                    )
                 empty = False
                 inputs, current = _moved(inputs, device), targets.to(device)
                 if isinstance(inputs, Mapping):
