@@ -176,7 +176,7 @@ class HeldOut:
                 f"{f'{K} classes' if of_classes else f'real (n, {K})'}: they must agree"
             )
         for chunk, Y in zip(features.split(4096), matrix.split(4096), strict=True):
-            self._sums.add_rows(torch.cat([Y, Y - self.fit.predict(chunk)], dim=1))
+            self._sums.add_rows(Y, Y - self.fit.predict(chunk))
 
     def score(self, *, per_output: bool = False) -> Float[Tensor, "*scores"]:
         """The score so far.
@@ -236,7 +236,7 @@ def _solve(moments: Moments, ridge: float) -> _Solution:
     inverse = (1 / scale).where(varies[:, None], 0.0)
     if moments.sums is None:
         H, Y = moments.centred_rows()
-        H = H * inverse.mT
+        H *= inverse.mT  # a copy already
         variances, U = _significant(H @ H.mT)
         deviations = variances.sqrt()[:, None]
         projected = U.mT @ Y
@@ -304,13 +304,13 @@ class MomentsMetric(Metric):
         batch._to_sync = self.dist_sync_on_step
         batch.update(features, targets)
         self._forward_cache = batch.compute()
-        self.merge_state(batch)
+        self._reduce_states(batch.metric_state)
+        self._update_count += 1
         return self._forward_cache
 
     def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
         """Add the state of another metric of this class, which is left as it was."""
         super().merge_state(incoming_state)
-        self._computed = None
         self._update_count += incoming_state.update_count if isinstance(incoming_state, Metric) else 1
 
     def _moments(self) -> Moments:
@@ -324,6 +324,7 @@ class MomentsMetric(Metric):
         moments = self._moments()
         moments.merge(_moments_from(incoming_state, self.num_classes))
         self._store(moments)
+        self._computed = None
 
     def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any = None) -> None:
         # Every process gives one tensor a state, empty ones too, and merges what it gets in the order of the ranks.

@@ -110,7 +110,8 @@ def centred(rows: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
     rows = to_float64(rows)
     mean = rows.mean(dim=0)
     rows = rows - mean
-    return rows * (_without_rounding(rows.square().sum(dim=0), mean, len(rows)) > 0)
+    rows *= _without_rounding(torch.linalg.vector_norm(rows, dim=0).square(), mean, len(rows)) > 0
+    return rows
 
 
 @dataclass
@@ -134,26 +135,30 @@ class Sums:
         """Of no rows."""
         return cls(0, *(torch.zeros(shape, dtype=torch.float64, device=device) for shape in (d + K, (d, d + K), K)))
 
-    def add_rows(self, rows: Float[Tensor, "n p"]) -> None:
-        """Add one chunk of float64 rows, at least one; the rows are left as they were."""
-        mean = rows.mean(dim=0)
-        self._absorb(rows - mean, len(rows), mean)
+    def add_rows(self, *columns: Float[Tensor, "n _"]) -> None:
+        """Add one chunk of rows, at least one, whose columns come in one or several parts, in any precision."""
+        n = len(columns[0])
+        rows = self.mean.new_empty(n + 1, len(self.mean))  # one more, see _absorb
+        torch.cat(columns, dim=1, out=rows[:n])
+        mean = rows[:n].mean(dim=0)
+        rows[:n] -= mean
+        self._absorb(rows, n, mean)
 
     def add(self, other: "Sums") -> None:
         """Add the sums of other rows, which are left as they were."""
         self.products += other.products
         self.squares += other.squares
-        self._absorb(other.mean.new_empty(0, len(other.mean)), other.count, other.mean)
+        self._absorb(torch.empty_like(self.mean)[None], other.count, other.mean)
 
     def target_squares(self) -> Float[Tensor, " K"]:
         """Σ (y − ȳ)² of each target, with constant targets exactly zero."""
         return _without_rounding(self.squares, self.mean[len(self.products) :], self.count)
 
-    def _absorb(self, centred: Float[Tensor, "n p"], count: int, mean: Float[Tensor, " p"]) -> None:
-        """Add rows less their mean, and what is due for `count` rows about another mean: it acts as one more row."""
+    def _absorb(self, rows: Float[Tensor, "m p"], count: int, mean: Float[Tensor, " p"]) -> None:
+        """Add products of rows less their mean, the last row aside: it takes what the move of the mean is worth."""
         d, total = len(self.products), self.count + count
         shift = mean - self.mean
-        rows = torch.cat([centred, shift[None] * math.sqrt(self.count * count / total)])
+        rows[-1] = shift * math.sqrt(self.count * count / total)
         block = max(64, d // 16)  # a symmetric product a strip at a time: little more than half the work
         for start in range(0, d, block):
             stop = min(start + block, d)
@@ -228,7 +233,7 @@ class Moments:
         sums = self._turn_to_sums(device)
         size = max(_CHUNK_ROWS, _CHUNK_NUMBERS // (d + K))
         for chunk, chunk_targets in zip(features.split(size), matrix.split(size), strict=True):
-            sums.add_rows(torch.cat([to_float64(chunk), chunk_targets], dim=1))
+            sums.add_rows(chunk.detach().to(device), chunk_targets)
 
     def merge(self, other: "Moments") -> None:
         """Add the moments of other data, which are left as they were.
@@ -270,7 +275,7 @@ class Moments:
         if self.count == 0:
             return
         if d != self.num_features:
-            raise ValueError(f"features have width {d}, earlier ones {self.num_features}; call reset() between layers")
+            raise ValueError(f"features have width {d}, earlier ones {self.num_features}: they must agree")
         if of_classes != self.are_classes:
             kinds = ("real numbers", "classes")
             raise ValueError(f"targets are {kinds[of_classes]}, earlier ones {kinds[self.are_classes]}; pass one kind")
