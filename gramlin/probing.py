@@ -170,7 +170,7 @@ def probe(
         raise ValueError(f"positions is {positions!r}; pass one of {', '.join(map(repr, POSITIONS))}")
     modules = _chosen_layers(model, layers)
     seen: dict[str, LayerSums] = {}
-    views = {view for metric in chosen.values() for view in metric.views}
+    views = dict.fromkeys(view for metric in chosen.values() for view in metric.views)
 
     def add(name: str, entered: Tensor, left: Tensor, targets: Tensor) -> None:
         sums = seen.setdefault(name, LayerSums(name, modules[name], ridge))

@@ -485,6 +485,9 @@ def test_two_processes_are_one(tmp_path):
             ]
             assert value == pytest.approx(target_linearity(*joint).item(), abs=1e-10)
             assert torch.allclose(intercept, fit_linear(*joint).intercept, atol=1e-8)
+    # The mean of the processes' values is something else.
+    mean = (target_linearity(H[:35], Y[:35]) + target_linearity(H[35:], Y[35:])) / 2
+    assert (mean - target_linearity(H, Y)).abs() > 0.01
 
 
 # ---- the surrogate ----
