@@ -3,19 +3,35 @@
 import pytest
 import torch
 
-from gramlin import agop, data, gram_shift, matrix_correlation, nearest_with_same_gram
+from gramlin import (
+    agop,
+    data,
+    fit_linear,
+    gram_shift,
+    matrix_correlation,
+    nearest_with_same_gram,
+    normalized_surrogate,
+    surrogate,
+    target_linearity,
+)
 from gramlin.experiments import (
     GRAM_SHIFT,
+    LINEARITY,
     UPDATES,
     WHITENING,
     accuracy_difference,
     accuracy_panels,
     compare_solvers,
+    depth_profiles,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
     halves_table,
     kept_table,
+    linearity_panels,
+    linearity_settings,
+    linearity_table,
+    linearity_verdicts,
     paired_interval,
     run_once,
     whitening_settings,
@@ -198,7 +214,7 @@ def test_solvers_are_compared_by_what_they_keep():
 def test_settings_of_chapter_2_start_with_the_claim_and_repeat_nothing():
     settings = whitening_settings("mnist", [0, 1, 2, 3, 4])
     assert [each["method"] for each in settings[:2]] == ["sgd", "whitened"]
-    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 6
+    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 7
     assert all(len(whitening_settings("mnist", range(n))) > 0 for n in (1, 2))
 
 
@@ -278,3 +294,94 @@ def test_accuracy_panels_leave_out_what_diverged_or_was_not_asked_for():
         "digits, MLP": {"sgd": [[0.9], [0.91]]},
     }
     assert accuracy_panels(runs, ["whitened"]) == {}
+
+
+# ---- Chapter 3 -----------------------------------------------------------------------------------------------------
+
+SHALLOW = linearity_settings("digits", [0])[0] | {"width": 12, "depth": 2, "lr": 0.01, "epochs": 2}
+
+
+def test_layers_are_measured_as_by_the_functions():
+    metrics = run_once(LINEARITY, SHALLOW).metrics
+    steps_an_epoch = 23  # 1,437 samples in batches of 64
+    assert metrics["step"] == [0, 1, 2, 4, 8, 16, steps_an_epoch, 2 * steps_an_epoch]
+    assert len(metrics["train_loss"]) == 2
+    # The same run by hand.
+    split = data.standardize(data.load("digits"))
+    torch.manual_seed(0)
+    model = MLP([64, 12, 12, 10], "gelu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8)
+    train(model, optimizer, split.train_inputs, split.train_targets, epochs=2, batch_size=64)
+    assert metrics["test_accuracy"][-1] == accuracy(model, split.test_inputs, split.test_targets)
+    with torch.no_grad():
+        first, other = torch.nn.Sequential(*list(model)[:3]), torch.nn.Sequential(*list(model)[3:])
+        H, Y = first(split.train_inputs), split.train_targets
+        held_out = fit_linear(H, Y).score(first(split.test_inputs), split.test_targets)
+        W = model.linear2.weight
+    layer = metrics["layers"]["linear2"]
+    # Tolerance: sums in another order.
+    assert layer["tl"][-1] == pytest.approx(target_linearity(H, Y).item(), rel=1e-6)
+    assert layer["tl_test"][-1] == pytest.approx(held_out.item(), rel=1e-6)
+    assert layer["surrogate"][-1] == pytest.approx(surrogate(H, W, Y).item() * 10 / len(Y) ** 2, rel=1e-5)
+    assert layer["cka"][-1] == pytest.approx(normalized_surrogate(H, W, Y).item(), rel=1e-5)
+    output = metrics["layers"]["output"]
+    assert output["tl"][-1] == pytest.approx(target_linearity(other(H).detach(), Y).item(), rel=1e-6)
+    assert set(metrics["layers"]["linear1"]["tl"]) == {metrics["layers"]["linear1"]["tl"][0]}  # pixels do not train
+
+
+def test_maps_of_convolutions_enter_by_their_averages():
+    settings = SHALLOW | {"model": "cnn", "width": 4, "depth": 3, "epochs": 1}
+    layers = run_once(LINEARITY, settings).metrics["layers"]
+    assert list(layers) == ["conv1", "conv2", "conv3", "linear", "output"]
+    assert "surrogate" not in layers["conv2"]
+    assert "surrogate" in layers["linear"]
+    with pytest.raises(ValueError, match="model is 'cnn' with depth 4; pass 'mlp', or 'cnn' with depth 3"):
+        LINEARITY.measure(**settings | {"depth": 4})
+
+
+def trained(profiles: list[tuple[list[float], list[float]]], **changes) -> list[Run]:
+    """Runs of chapter 3 with this Target Linearity of each layer at the start and at the end, a seed each."""
+    return [
+        Run(
+            "linearity",
+            linearity_settings("digits", [seed])[0] | changes,
+            {
+                "step": [0, 5, 10],
+                "layers": {
+                    f"linear{i + 1}": {"tl": [a, a, b], "tl_test": [a, a, a], "surrogate": [1.0, 2.0, 4.0]}
+                    for i, (a, b) in enumerate(zip(start, end, strict=True))
+                },
+            },
+            wall_seconds=1.0,
+            device="cpu",
+        )
+        for seed, (start, end) in enumerate(profiles)
+    ]
+
+
+def test_the_verdict_on_linearity_follows_its_rule():
+    falling, rising = [0.5, 0.4, 0.3], [0.5, 0.6, 0.8]
+    rises = [(falling, [x * (1 + 0.01 * seed) for x in rising]) for seed in range(3)]
+    row = linearity_verdicts(trained(rises)).loc["digits, SGD"]
+    assert row.tolist() == [3, "rises", "rises", "mixed", "falls", "reproduced"]
+    shrinks = [(rising, [x * (1 - 0.01 * seed) for x in falling]) for seed in range(3)]
+    row = linearity_verdicts(trained(shrinks, method="adam")).loc["digits, Adam"]
+    assert row[["with training", "with depth", "verdict"]].tolist() == ["falls", "falls", "not reproduced"]
+    assert linearity_verdicts(trained(rises[:1]))["verdict"].tolist() == ["not decided by one seed"]
+
+
+def test_tables_of_linearity_hold_every_layer_and_moment():
+    runs = trained([([0.5, 0.4], [0.5, 0.6]), ([0.5, 0.4], [0.5, 0.8])])
+    table = linearity_table(runs).loc["digits, SGD"]
+    assert table.columns.tolist() == ["input", "h1"]
+    assert table.loc["end", "h1"] == "0.700 ± 0.141"
+    assert depth_profiles(runs, "tl")["digits, SGD"]["end"] == [[0.5, 0.6], [0.5, 0.8]]
+    epochs, rows = linearity_panels(runs, "surrogate")["digits, SGD"]["linear2"]
+    assert epochs.tolist() == [0, 50, 100]
+    assert rows == [[1.0, 2.0, 4.0]] * 2
+    assert linearity_panels(runs, "cka") == {"digits, SGD": {}}
+
+
+def test_settings_of_chapter_3_repeat_nothing():
+    settings = linearity_settings("mnist", [0, 1, 2])
+    assert len({str(each) for each in settings}) == len(settings) == 9

@@ -257,7 +257,7 @@ def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     """The paper-scale runs of chapter 2, most telling first.
 
     SGD and its whitened twin for all seeds; the CNN, the approximate solver and the controls for three; other learning
-    rates for two.
+    rates for two, the largest with a control.
     """
     base = {"dataset": dataset, "model": "mlp", "lr": 0.01, "momentum": 0.95, "batch_size": 64, "epochs": 20}
     twins = [{"method": "sgd"}, {"method": "whitened"}]
@@ -266,6 +266,7 @@ def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
         (3, [{**twin, "model": "cnn"} for twin in twins]),
         (3, [{"method": method} for method in UPDATES if method not in ("sgd", "whitened")]),
         (2, [{**twin, "lr": lr} for lr in (0.1, 0.05, 0.005) for twin in twins]),
+        (2, [{"method": "random directions dropped", "lr": 0.1}]),
     ]
     return [
         {**base, **variant, "seed": seed} for count, variants in parts for seed in seeds[:count] for variant in variants

@@ -247,7 +247,7 @@ def _direction(larger: np.ndarray, smaller: np.ndarray) -> str:
     """How the columns of the first array, over runs, compare with those of the second."""
     if len(larger) < 2:
         return "–"
-    intervals = [paired_interval(a, b) for a, b in zip(larger.T, smaller.T, strict=True)]
+    intervals = [paired_interval(list(a), list(b)) for a, b in zip(larger.T, smaller.T, strict=True)]
     if all(low > 0 for low, _ in intervals):
         return "rises"
     return "falls" if all(high < 0 for _, high in intervals) else "mixed"
