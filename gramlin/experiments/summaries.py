@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from scipy import stats
 
 from gramlin.results import Run
@@ -42,5 +43,7 @@ def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[fl
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} values; pass at least two pairs")
-    result = stats.ttest_rel(first, second).confidence_interval(0.95)
-    return float(result.low), float(result.high)
+    differences = np.subtract(first, second)
+    mean, error = differences.mean(), stats.sem(differences)
+    reach = stats.t.ppf(0.975, len(differences) - 1) * error
+    return float(mean - reach), float(mean + reach)
