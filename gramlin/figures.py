@@ -32,6 +32,10 @@ LABELS = {
     "newton-schulz": "whitened by ten-step Newton–Schulz",
     "rotation": "the rotation only",
     "rotation and length": "the rotation and the length only",
+    "gram in hidden layers only": "Gram shift in hidden layers, rotation in the readout",
+    "rotation in hidden layers": "rotation in hidden layers, plain readout",
+    "readout and biases": "biases only in hidden layers, plain readout",
+    "shortened": "plain steps of the whitened ones' length",
 }
 TARGET_MAP = "viridis"
 

@@ -137,17 +137,22 @@ def test_each_method_keeps_what_it_says(method):
     for names, half in zip((hidden, [readout]), UPDATES[method], strict=True):
         for name in names:
             change = layers[name]["gram_change"][-1]
-            # Float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix.
-            least = 1e-3 if half == "scaled rotation" else 1e-2
-            assert change == 0 if half == "frozen" else change < 1e-6 if half == "rotation" else change > least
+            assert ("kept" in layers[name]) == (half != "frozen")
+            assert ("gram_error" in layers[name]) == (half == "gram")
+            if half == "frozen":
+                assert change == 0
+            elif half == "rotation":
+                assert change < 1e-6  # float32 weights, 23 steps: rounding adds up to some 1e-7 of the Gram matrix
+            else:
+                assert change > 1e-3
             if half == "scaled rotation":  # the shape of the Gram matrix stays: so do the ratios of singular values
                 last = torch.tensor(layers[name]["singular_values"])
                 first = torch.tensor(whitening_run("rotation")["layers"][name]["singular_values"])
                 torch.testing.assert_close(last / last[-1], first / first[-1], rtol=1e-4, atol=1e-6)
-            assert ("gram_error" in layers[name]) == (half == "gram")
             if half == "gram" and method != "newton-schulz":
                 errors, floors = layers[name]["gram_error"], layers[name]["gram_error_floor"]
                 assert all(error < 1.1 * floor for error, floor in zip(errors, floors, strict=True))
+            if half != "frozen":
                 assert layers[name]["steps"] == [1, 2, 4, 8, 16, 23]
     if method == "newton-schulz":
         assert max(layers["linear2"]["gram_error"]) > 0.1  # the square layer, of which it loses the shift
@@ -164,20 +169,23 @@ def test_a_run_that_diverges_says_so():
         assert "lower the learning rate" in whitening_run(method, lr=1e4)["diverged"]
 
 
+def one_step(method: str, start: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """A step of this method from these weights of a readout, and what was watched of it."""
+    torch.manual_seed(5)
+    layer, hidden = torch.nn.Linear(9, 6), torch.nn.Linear(1, 1)
+    layer.weight.data.copy_(start)
+    optimizer = torch.optim.SGD([layer.weight, hidden.weight], lr=1.0)
+    watch = split_steps(optimizer, {"hidden": hidden, "readout": layer}, method, last=1)
+    layer.weight.grad = torch.linspace(-1, 1, 54).view(6, 9) ** 3
+    optimizer.step()
+    return (layer.weight.detach() - start).double(), watch["readout"]
+
+
 def test_steps_are_projected_on_and_off_the_random_rotations():
     """The two projections of one step add up to the step, are orthogonal, and the kept one has the stated form ΩV."""
-    steps, start = {}, torch.randn(6, 9)
-    for method in ("random directions only", "random directions dropped", "sgd"):
-        torch.manual_seed(5)
-        layer = torch.nn.Linear(9, 6)
-        weight = layer.weight
-        weight.data.copy_(start)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        split_steps(optimizer, {"hidden": torch.nn.Linear(1, 1), "readout": layer}, method, last=1)
-        weight.grad = torch.linspace(-1, 1, 54).view(6, 9) ** 3
-        optimizer.step()
-        steps[method] = (weight.detach() - start).double()
-    only, off, full = steps.values()
+    start = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
+    methods = ("random directions only", "random directions dropped", "sgd")
+    only, off, full = (one_step(method, start)[0] for method in methods)
     # Tolerances: float32 with numbers of order 1.
     torch.testing.assert_close(only + off, full, rtol=0, atol=1e-5)
     assert abs((only * off).sum()) < 1e-5
@@ -190,6 +198,16 @@ def test_steps_are_projected_on_and_off_the_random_rotations():
     generator = only @ torch.linalg.pinv(random)
     torch.testing.assert_close(generator, -generator.mT, rtol=0, atol=1e-5)
     torch.testing.assert_close(generator @ random, only, rtol=0, atol=1e-5)
+
+
+def test_the_shortened_step_is_as_long_as_the_whitened_one():
+    start = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
+    shortened, whitened, plain = (one_step(method, start)[0] for method in ("shortened", "whitened", "sgd"))
+    assert shortened.norm() == pytest.approx(whitened.norm().item(), rel=1e-5)
+    torch.testing.assert_close(shortened / shortened.norm(), plain / plain.norm(), rtol=0, atol=1e-6)
+    kept = one_step("sgd", start)[1]["kept"]
+    assert kept == pytest.approx([(whitened.norm() / plain.norm()).item()], rel=1e-5)
+    assert kept[0] < 0.99
 
 
 def test_solvers_are_compared_by_what_they_keep():
@@ -214,13 +232,13 @@ def test_solvers_are_compared_by_what_they_keep():
 def test_settings_of_chapter_2_start_with_the_claim_and_repeat_nothing():
     settings = whitening_settings("mnist", [0, 1, 2, 3, 4])
     assert [each["method"] for each in settings[:2]] == ["sgd", "whitened"]
-    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 7
+    assert len({str(each) for each in settings}) == len(settings) == 10 + 6 + 3 * (len(UPDATES) - 2) + 2 * 8
     assert all(len(whitening_settings("mnist", range(n))) > 0 for n in (1, 2))
 
 
 def finished(accuracies: dict[str, list[float]], **changes) -> list[Run]:
     """Runs of chapter 2 that ended at these test accuracies, in percent; None for one that diverged."""
-    layer = {"gram_change": [1.0], "shape": [4, 8], "kept": [0.6, 0.8], "steps": [1, 2]}
+    layer = {"gram_change": [1.0], "shape": [4, 8], "kept": [0.6, 0.8], "steps": [1, 1024]}
 
     def metrics(percent: float | None) -> dict:
         if percent is None:
@@ -264,13 +282,13 @@ def test_seeds_without_their_twin_do_not_count():
 
 
 def test_differences_are_paired_by_seed():
-    runs = finished({"sgd": [90.0, 91.0, 92.0], "rotation": [89.0, 88.0, None], "readout only": [80.0]})
+    runs = finished({"sgd": [90.0, 91.0, 92.0], "rotation": [89.0, 88.0, None], "shortened": [80.0]})
     difference = accuracy_difference(runs, "rotation", "sgd")
     # By hand: −1 and −3, mean −2, standard error 1, t(0.975, 1) = 12.7062.
     assert difference.mean == pytest.approx(-2)
     assert difference.interval == pytest.approx((-2 - 12.7062, -2 + 12.7062), rel=1e-5)
     assert str(difference) == "-2.00 [-14.71, +10.71]"
-    assert str(accuracy_difference(runs, "readout only", "sgd")) == "-10.00"
+    assert str(accuracy_difference(runs, "shortened", "sgd")) == "-10.00"
     assert accuracy_difference(runs, "whitened", "sgd") is None
 
 
@@ -279,9 +297,10 @@ def test_tables_of_the_halves_and_of_what_is_kept():
     halves = halves_table(runs)
     assert halves.index.tolist() == ["sgd", "whitened", "rotation"]
     assert halves["test accuracy"].tolist() == ["91.00 ± 1.41", "91.00", "60.00"]
+    assert halves["against SGD"].tolist() == ["–", "+1.00", "-30.00"]
     row = kept_table(runs).loc["digits", "MLP", "linear1"]
-    # 4×8: 6 of 32 directions are rotations; (0.36 + 0.64)/2 of the squared length was kept.
-    assert row.tolist() == ["4×8", "0.81", "0.50"]
+    # 4×8: 6 of 32 directions are rotations; 0.6² of the first step, 0.8² of the later one.
+    assert row.tolist() == ["4×8", "0.81", "0.36", "0.64", "0.64"]
     assert all(table([]).empty for table in (kept_table, halves_table, whitening_table))
 
 

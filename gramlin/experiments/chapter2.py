@@ -17,9 +17,10 @@ from gramlin.training import accuracy, train
 from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar_factor, whiten
 
 # What becomes of a layer's steps, in the hidden layers and in the readout. "plain" keeps them, "gram" and "rotation"
-# keep one half, "frozen" keeps nothing (the layer's bias is then frozen too; otherwise biases train plainly). The
-# others are the controls: "not random" drops as many directions as there are rotations, but random ones, "random" keeps
-# those only, and "scaled rotation" keeps the rotation and the change of the weight's length.
+# keep one half, "frozen" keeps nothing of the weight's. Biases train plainly throughout. The others are the controls:
+# "scaled rotation" keeps the rotation and the change of the weight's length; "not random" drops as many directions as
+# there are rotations, but random ones, and "random" keeps those only; "shortened" is the plain step, but only as long
+# as what whitening would leave of it.
 UPDATES = {
     "sgd": ("plain", "plain"),
     "whitened": ("gram", "gram"),
@@ -28,9 +29,10 @@ UPDATES = {
     "rotation and length": ("scaled rotation", "scaled rotation"),
     "gram in hidden layers only": ("gram", "rotation"),
     "rotation in hidden layers": ("rotation", "plain"),
-    "readout only": ("frozen", "plain"),
+    "readout and biases": ("frozen", "plain"),
     "random directions dropped": ("not random", "not random"),
     "random directions only": ("random", "random"),
+    "shortened": ("shortened", "shortened"),
 }
 
 
@@ -67,11 +69,11 @@ def measure_whitening(
           matrix.
         - ``shape``: (k, d) of its weight matrix.
         - ``singular_values``: of the last weight, 17 quantiles from the smallest to the largest.
-        - where the steps keep their Gram shift, and it alone, for a few ``steps`` (the powers of two and the last):
-          ``gram_error``, the norm of what the stored weight's Gram matrix differs by from that of the plain step's
-          weight, over the norm of the step's Gram shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded
-          to the weights' precision; ``kept``, the length ‖R* W⁺ − W‖ of what remains of the step over that of the
-          step.
+        - unless it is frozen, for a few ``steps`` (the powers of two and the last) ``kept``: the length ‖R* W⁺ − W‖
+          that whitening leaves, or would leave, of the step that SGD proposes, over the length of that step.
+        - where the steps keep their Gram shift, and it alone, for the same steps ``gram_error``: the norm of what the
+          stored weight's Gram matrix differs by from that of the plain step's weight, over the norm of the step's Gram
+          shift; ``gram_error_floor``, the same for the exact R* W⁺ rounded to the weights' precision.
     """
     split = data.standardize(data.load(dataset, device=device))
     torch.manual_seed(seed)
@@ -121,72 +123,82 @@ def split_steps(
     """Attach what the method asks for to the optimizer; returns lists that fill up as it steps."""
     *hidden, readout = layers
     halves = dict.fromkeys(hidden, UPDATES[method][0]) | {readout: UPDATES[method][1]}
+    weights = {name: layer.weight for name, layer in layers.items()}
     for name, half in halves.items():
-        if half == "frozen":
-            layers[name].requires_grad_(False)
-    whitened = {name: layers[name].weight for name, half in halves.items() if half == "gram"}
-    keys = ("steps", "gram_error", "gram_error_floor", "kept")
-    watch = {name: {key: [] for key in keys if name in whitened} for name in layers}
-    seen = {}
+        weights[name].requires_grad_(half != "frozen")
+    trained = [name for name, half in halves.items() if half != "frozen"]
+    watch = {name: {} for name in layers}
+    for name in trained:
+        keys = ("steps", "kept", "gram_error", "gram_error_floor") if halves[name] == "gram" else ("steps", "kept")
+        watch[name] = {key: [] for key in keys}
+    before, plain = {}, {}
     step = 0
 
-    def watched() -> bool:
-        return step & (step - 1) == 0 or step == last
-
+    # Hooks run in the order in which they are attached: one before each step; then one that sees the plain step, what
+    # changes it, and one that sees what has become of it.
     @torch.no_grad()
-    def before_step(*_) -> None:
+    def save(*_) -> None:
         nonlocal step
         step += 1
-        if watched():
-            seen["before"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+        before.update({name: weights[name].clone() for name in trained})
 
     @torch.no_grad()
-    def after_step(*_) -> None:
-        if watched():
-            seen["plain"] = {name: weight.flatten(1).double() for name, weight in whitened.items()}
+    def save_plain(*_) -> None:
+        plain.update({name: weights[name].clone() for name in trained})
 
     @torch.no_grad()
-    def after_whitening(*_) -> None:
-        if not watched():
+    def change(*_) -> None:
+        for name in trained:
+            new = None
+            if halves[name] == "scaled rotation":  # turned already: only the length is to come
+                new = weights[name] * (plain[name].norm() / weights[name].norm())
+            elif halves[name] == "shortened":
+                new = before[name] + _kept(before[name], plain[name]) * (plain[name] - before[name])
+            elif halves[name] in ("random", "not random"):
+                within = projections[name](plain[name] - before[name])
+                new = before[name] + within if halves[name] == "random" else plain[name] - within
+            if new is not None:
+                weights[name].copy_(new)
+
+    @torch.no_grad()
+    def look(*_) -> None:
+        if step & (step - 1) and step != last:
             return
-        for name, weight in whitened.items():
-            before, plain = seen["before"][name], seen["plain"][name]
-            exact = nearest_with_same_gram(before=before, after=plain).to(weight.dtype)
+        for name in trained:
+            old, proposed = before[name].flatten(1).double(), plain[name].flatten(1).double()
             watch[name]["steps"].append(step)
-            size = gram_shift(before, plain).norm()
-            for key, stored in (("gram_error", weight.flatten(1)), ("gram_error_floor", exact)):
-                watch[name][key].append((gram_shift(plain, stored.double()).norm() / size).item())
-            watch[name]["kept"].append(((weight.flatten(1) - before).norm() / (plain - before).norm()).item())
+            watch[name]["kept"].append(_kept(old, proposed).item())
+            if halves[name] == "gram":  # which has raised an error if the step is not finite
+                exact = nearest_with_same_gram(before=old, after=proposed).to(weights[name].dtype)
+                size = gram_shift(old, proposed).norm()
+                for key, stored in (("gram_error", weights[name].flatten(1)), ("gram_error_floor", exact)):
+                    watch[name][key].append((gram_shift(proposed, stored.double()).norm() / size).item())
 
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)  # hooks run in this order, so this one sees the plain step
-    lengths = {}
-
-    @torch.no_grad()
-    def measure(*_) -> None:
-        lengths.update({name: layers[name].weight.norm() for name, half in halves.items() if half == "scaled rotation"})
-
-    @torch.no_grad()
-    def rescale(*_) -> None:
-        for name, length in lengths.items():
-            layers[name].weight.mul_(length / layers[name].weight.norm())
-
-    optimizer.register_step_post_hook(measure)
+    projections = {name: _projection(weights[name]) for name in trained if "random" in halves[name]}
+    optimizer.register_step_pre_hook(save)
+    optimizer.register_step_post_hook(save_plain)
     for keep in ("gram", "rotation"):
-        chosen = [layers[name].weight for name, half in halves.items() if half.endswith(keep)]
+        chosen = [weights[name] for name in trained if halves[name].endswith(keep)]
         solver = newton_schulz_polar if method == "newton-schulz" else polar_factor
         if chosen:
             whiten(optimizer, chosen, keep=keep, solver=solver)
-    optimizer.register_step_post_hook(rescale)
-    for name, half in halves.items():
-        if half in ("random", "not random"):
-            _project_steps(optimizer, layers[name].weight, only=half == "random")
-    optimizer.register_step_post_hook(after_whitening)
+    optimizer.register_step_post_hook(change)
+    optimizer.register_step_post_hook(look)
     return watch
 
 
-def _project_steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *, only: bool) -> None:
-    """Project each step onto {ΩV : Ω skew} for one random V of the weight's shape (`only`), or off it.
+def _kept(before: Tensor, plain: Tensor) -> Tensor:
+    """The length of what whitening leaves of a step over that of the step; 1 for no step, NaN for one not finite."""
+    before, plain = before.flatten(1), plain.flatten(1)
+    if not plain.isfinite().all():
+        return plain.new_tensor(torch.nan)
+    step = (plain - before).norm()
+    left = (nearest_with_same_gram(before=before, after=plain) - before).norm()
+    return torch.where(step > 0, left / step, 1.0)
+
+
+def _projection(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The projection of steps onto {ΩV : Ω skew}, for one random V of the weight's shape.
 
     With W in V's place these would be the rotations of W, to first order; so it is a subspace of their dimension, and
     about their geometry. The nearest ΩV to a step D solves ΩS + SΩ = DVᵀ − VDᵀ, S = VVᵀ: set the derivative of
@@ -196,21 +208,13 @@ def _project_steps(optimizer: torch.optim.Optimizer, weight: nn.Parameter, *, on
     eigenvalues, basis = torch.linalg.eigh(random.double() @ random.mT.double())
     sums = (eigenvalues[:, None] + eigenvalues).to(random)
     basis = basis.to(random)
-    seen = {}
 
-    @torch.no_grad()
-    def save(*_) -> None:
-        seen["before"] = weight.clone()
-
-    @torch.no_grad()
-    def project(*_) -> None:
-        half = (weight - seen["before"]).flatten(1) @ random.mT
+    def project(step: Tensor) -> Tensor:
+        half = step.flatten(1) @ random.mT
         generator = basis @ (basis.mT @ (half - half.mT) @ basis / sums) @ basis.mT
-        within = (generator @ random).view(weight.shape)
-        weight.copy_(seen["before"] + within if only else weight - within)
+        return (generator @ random).view_as(step)
 
-    optimizer.register_step_pre_hook(save)
-    optimizer.register_step_post_hook(project)
+    return project
 
 
 WHITENING = Experiment("whitening", measure_whitening)
@@ -266,7 +270,7 @@ def whitening_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
         (3, [{**twin, "model": "cnn"} for twin in twins]),
         (3, [{"method": method} for method in UPDATES if method not in ("sgd", "whitened")]),
         (2, [{**twin, "lr": lr} for lr in (0.1, 0.05, 0.005) for twin in twins]),
-        (2, [{"method": "random directions dropped", "lr": 0.1}]),
+        (2, [{"method": method, "lr": 0.1} for method in ("random directions dropped", "shortened")]),
     ]
     return [
         {**base, **variant, "seed": seed} for count, variants in parts for seed in seeds[:count] for variant in variants
@@ -361,8 +365,8 @@ def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
 
     A row a method, in the order of ``UPDATES``: train and test accuracy after the last epoch in percent, mean ±
     standard deviation over seeds; the difference of the test accuracy to SGD's with its 95% interval
-    (`accuracy_difference`); and how far the Gram matrix of the first hidden layer has moved, relative to the initial
-    one.
+    (`accuracy_difference`); and how far the Gram matrix G of the first layer has moved since initialisation, relative
+    to the initial one.
     """
     groups = grouped(runs, "method")
     rows = {}
@@ -377,28 +381,45 @@ def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
             rows[method]["against SGD"] = "–" if method == "sgd" or difference is None else str(difference)
             first = next(iter(group[0].metrics["layers"]))
             moved = [run.metrics["layers"][first]["gram_change"][-1] for run in group]
-            rows[method]["Gram shift"] = f"{sum(moved) / len(moved):.2g}"
+            rows[method]["change of G"] = f"{sum(moved) / len(moved):.2g}"
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="kept of each step")
 
 
 def kept_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """How much of a step is Gram shift: measured, and the share of directions, a row a layer and data set.
+    """How much of a step is Gram shift, a row a layer and data set: the share of directions, and what is measured.
 
-    "of the squared length" is the mean of ‖R* W⁺ − W‖²/‖W⁺ − W‖² over the watched steps of the whitened runs;
-    "of the directions" is the share of the weight's k·d dimensions that are no rotations, 1 − (k−1)/(2d) for k ≤ d.
+    "of the directions" is the share of the weight's dimensions that are no rotations, 1 − (k−1)/(2d) for k ≤ d. The
+    other columns are means over runs of ‖R* W⁺ − W‖²/‖W⁺ − W‖² for the steps that SGD proposes: at the first step, and
+    from the 1,024th on, in plain and in whitened runs.
     """
     rows = {}
     for (dataset, model), group in grouped(runs, "dataset", "model").items():
-        group = [run for run in select(group, method="whitened") if finished(run)]
-        for name in group[0].metrics["layers"] if group else ():
-            layers = [run.metrics["layers"][name] for run in group]
-            kept = [length**2 for layer in layers for length in layer["kept"]]
-            k, d = layers[0]["shape"]
+        methods = {method: [run for run in select(group, method=method) if finished(run)] for method in _TWINS}
+        if not methods["sgd"]:
+            continue
+        for name, layer in methods["sgd"][0].metrics["layers"].items():
+            k, d = layer["shape"]
             rotations = k * (k - 1) / 2 if k <= d else k * d - d * (d + 1) / 2
-            rows[dataset, model.upper(), name] = {
-                "weight": f"{k}×{d}",
-                "of the directions": f"{1 - rotations / (k * d):.2f}",
-                "of the squared length": f"{sum(kept) / len(kept):.2f}",
-            }
+            row = {"weight": f"{k}×{d}", "of the directions": f"{1 - rotations / (k * d):.2f}"}
+            for method, twins in methods.items():
+                layers = [run.metrics["layers"][name] for run in twins]
+                first = [layer["kept"][0] ** 2 for layer in layers]
+                late = [
+                    x**2
+                    for layer in layers
+                    for x, step in zip(layer["kept"], layer["steps"], strict=True)
+                    if step >= 1024
+                ]
+                if method == "sgd":
+                    row["of the first step"] = _mean(first)
+                row[f"late, {_TWINS[method]}"] = _mean(late)
+            rows[dataset, model.upper(), name] = row
     index = pd.MultiIndex.from_tuples(list(rows), names=["data set", "network", "layer"])
     return pd.DataFrame(list(rows.values()), index=index)
+
+
+_TWINS = {"sgd": "SGD", "whitened": "whitened"}
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.2f}" if values else "–"
