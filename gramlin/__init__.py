@@ -8,6 +8,14 @@ import importlib
 
 # Every public name and the module that defines it: the table of the package.
 _MODULE_OF = {
+    "equiangularity": "collapse",
+    "equinorm": "collapse",
+    "etf_distance": "collapse",
+    "nearest_class_mean_disagreement": "collapse",
+    "neural_collapse": "collapse",
+    "self_duality": "collapse",
+    "simplex_etf": "collapse",
+    "NeuralCollapse": "collapse",
     "agop": "gram",
     "feature_learning_sides": "gram",
     "gram_shift": "gram",
@@ -32,6 +40,7 @@ _MODULE_OF = {
 }
 _MODULES = (
     "book",
+    "collapse",
     "data",
     "experiments",
     "figures",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from gramlin.moments import Moments, Sums, centred, check_features, checked_targets, to_float64
+from gramlin.moments import ClassSums, Moments, Sums, centred, check_features, checked_targets, to_float64
 
 # Directions of the features whose variance is below this fraction of the largest are left out as rounding: float64 sums
 # of squares resolve no standard deviation below about 1e-7 of the largest.
@@ -365,16 +365,15 @@ class MomentsMetric(Metric):
 
 
 def _states_of(moments: Moments) -> dict[str, Any]:
-    sums = moments.sums or Sums.zeros(0, 0, moments.device)
     kind = -1 if moments.are_classes is None else int(moments.are_classes)
-    return {
+    states = {
         "rows": moments.rows,
-        "count": torch.tensor(sums.count, device=moments.device),
-        "mean": sums.mean,
-        "products": sums.products,
-        "squares": sums.squares,
         "layout": torch.tensor([moments.num_features, moments.num_targets, kind], device=moments.device),
     }
+    # Every process has the states of both kinds of sums, also one that has seen no data and knows no kind.
+    for sums in (Sums.zeros(0, 0, moments.device), ClassSums.zeros(0, 0, moments.device)):
+        states |= vars(moments.sums if isinstance(moments.sums, type(sums)) else sums)
+    return states | {"count": torch.tensor(states["count"], device=moments.device)}
 
 
 def _moments_from(states: dict[str, Any], num_classes: int | None) -> Moments:
@@ -384,6 +383,8 @@ def _moments_from(states: dict[str, Any], num_classes: int | None) -> Moments:
     moments.rows = states["rows"]
     if states["count"] > 0:
         moments.sums = Sums(int(states["count"]), states["mean"], states["products"], states["squares"])
+    elif len(states["counts"]):
+        moments.sums = ClassSums(states["counts"], states["means"], states["within"])
     return moments
 
 

@@ -2,8 +2,10 @@
 
 Rows are samples: features H (n, d), targets Y (n, K). Sums are float64 and centred as they are taken: each chunk of
 rows about its own mean, then merged with what there is (Chan, Golub and LeVeque, 1983), so no digits are lost to a
-large mean. No matrix over pairs of samples is formed, and memory is O(d² + dK). While there are no more samples than
-features the rows themselves are kept, in float64: they are smaller than the sums, and lose nothing.
+large mean. Where targets are classes, features are centred on the means of their classes: at collapse, what is left
+within classes is a vanishing part of the whole, and a difference of two large sums would lose it. No matrix over pairs
+of samples is formed, and memory is O(d² + dK). While there are no more samples than features the rows themselves are
+kept, in float64: they are smaller than the sums, and lose nothing.
 """
 
 import math
@@ -116,7 +118,7 @@ def centred(rows: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
 
 @dataclass
 class Sums:
-    """Sums about the mean of joint rows (features, targets), p = d + K columns, in float64.
+    """Sums about the mean of joint rows (features, real targets), p = d + K columns, in float64.
 
     Attributes:
         count: n.
@@ -150,22 +152,147 @@ class Sums:
         self.squares += other.squares
         self._absorb(torch.empty_like(self.mean)[None], other.count, other.mean)
 
+    @property
+    def scatter(self) -> Float[Tensor, "d d"]:
+        """Of the features."""
+        return _mirrored(self.products[:, : len(self.products)])
+
+    @property
+    def cross(self) -> Float[Tensor, "d K"]:
+        """Of features and targets."""
+        return self.products[:, len(self.products) :]
+
+    @property
+    def feature_squares(self) -> Float[Tensor, " d"]:
+        """Of each feature; the diagonal of ``scatter``."""
+        return self.products.diagonal()
+
     def target_squares(self) -> Float[Tensor, " K"]:
         """Σ (y − ȳ)² of each target, with constant targets exactly zero."""
         return _without_rounding(self.squares, self.mean[len(self.products) :], self.count)
+
+    def widened(self, K: int) -> "Sums":
+        """With columns of zeros up to K targets."""
+        width = len(self.products) + K
+        return Sums(self.count, _widened(self.mean, width), _widened(self.products, width), _widened(self.squares, K))
 
     def _absorb(self, rows: Float[Tensor, "m p"], count: int, mean: Float[Tensor, " p"]) -> None:
         """Add products of rows less their mean, the last row aside: it takes what the move of the mean is worth."""
         d, total = len(self.products), self.count + count
         shift = mean - self.mean
         rows[-1] = shift * math.sqrt(self.count * count / total)
-        block = max(64, d // 16)  # a symmetric product a strip at a time: little more than half the work
-        for start in range(0, d, block):
-            stop = min(start + block, d)
-            self.products[start:stop, start:].addmm_(rows[:, start:stop].mT, rows[:, start:])
+        _add_products(self.products, rows)
         self.squares += rows[:, d:].square().sum(dim=0)
         self.mean += shift * (count / total)
         self.count = total
+
+
+@dataclass
+class ClassSums:
+    """Sums of features about the means of their classes, in float64; the moments of one-hot targets follow from them.
+
+    Attributes:
+        counts: n_c, the samples of each class.
+        means: μ_c, zero for a class without samples.
+        within: Σ (h − μ_c)(h − μ_c)ᵀ over all samples, each with its own class; only the upper triangle is filled.
+    """
+
+    counts: Float[Tensor, " K"]
+    means: Float[Tensor, "K d"]
+    within: Float[Tensor, "d d"]
+
+    @classmethod
+    def zeros(cls, d: int, K: int, device: torch.device) -> "ClassSums":
+        """Of no rows."""
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in (K, (K, d), (d, d))))
+
+    def add_rows(self, features: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]) -> None:
+        """Add one chunk of rows, at least one, with features in any precision."""
+        counts, means, centred = _by_class(features, one_hot)
+        self._absorb(centred, counts, means)
+
+    def add(self, other: "ClassSums") -> None:
+        """Add the sums of other rows, which are left as they were."""
+        self.within += other.within
+        self._absorb(other.means[:0], other.counts, other.means)
+
+    @property
+    def count(self) -> int:
+        """All samples, n."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> Float[Tensor, " p"]:
+        """Of each feature, then of each class."""
+        fractions = self.counts / self.count
+        return torch.cat([fractions @ self.means, fractions])
+
+    @property
+    def scatter(self) -> Float[Tensor, "d d"]:
+        """Of the features: within and between classes."""
+        shifts = self._shifts()
+        return _mirrored(self.within) + (self.counts * shifts.mT) @ shifts
+
+    @property
+    def cross(self) -> Float[Tensor, "d K"]:
+        """Of features and one-hot classes, n_c(μ_c − mean)."""
+        return self.counts * self._shifts().mT
+
+    @property
+    def feature_squares(self) -> Float[Tensor, " d"]:
+        """Of each feature; the diagonal of ``scatter``."""
+        return self.within.diagonal() + self.counts @ self._shifts().square()
+
+    def target_squares(self) -> Float[Tensor, " K"]:
+        """Of each one-hot class, n_c(n − n_c)/n."""
+        return self.counts * (self.count - self.counts) / self.count
+
+    def widened(self, K: int) -> "ClassSums":
+        """With classes without samples up to K."""
+        new = K - len(self.counts)
+        return ClassSums(_widened(self.counts, K), F.pad(self.means, (0, 0, 0, new)), self.within)
+
+    def _shifts(self) -> Float[Tensor, "K d"]:
+        """Class means less the mean; zero for a class without samples."""
+        return (self.means - self.mean[: len(self.within)]) * (self.counts > 0)[:, None]
+
+    def _absorb(self, centred: Float[Tensor, "n d"], counts: Float[Tensor, " K"], means: Float[Tensor, "K d"]) -> None:
+        """Add products of rows less the means of their classes, and what the moves of these means are worth."""
+        totals = self.counts + counts
+        share = counts / totals.clamp_min(1)
+        moves = means - self.means
+        due = (self.counts * share).sqrt()[:, None] * moves
+        _add_products(self.within, torch.cat([centred, due[due.any(dim=1)]]))
+        self.means += share[:, None] * moves
+        self.counts = totals
+
+
+def _by_class(
+    features: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]
+) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"], Float[Tensor, "n d"]]:
+    """Counts and means of classes (zero for one without samples), and the features less the means of theirs."""
+    labels, counts = one_hot.argmax(dim=1), one_hot.sum(dim=0)
+    origin = features.mean(dim=0, dtype=torch.float64)  # sums about it are small, and so is their rounding
+    rows = features - origin
+    totals = rows.new_zeros(len(counts), len(origin)).index_add_(0, labels, rows)
+    shifts = totals / counts.clamp_min(1)[:, None]
+    rows -= shifts[labels]
+    return counts, (origin + shifts) * (counts > 0)[:, None], rows
+
+
+def _add_products(products: Float[Tensor, "d p"], rows: Float[Tensor, "n p"]) -> None:
+    """Add the products of the first d columns with all, in the upper triangle of those."""
+    d = len(products)
+    block = max(64, d // 16)  # a symmetric product a strip at a time: little more than half the work
+    for start in range(0, d, block):
+        stop = min(start + block, d)
+        products[start:stop, start:].addmm_(rows[:, start:stop].mT, rows[:, start:])
+
+
+def _mirrored(upper: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    """The symmetric matrix with this upper triangle."""
+    upper = upper.triu()
+    return upper + upper.triu(1).mT
 
 
 class Moments:
@@ -173,8 +300,7 @@ class Moments:
 
     ``update`` adds a batch and ``merge`` the moments of other data; the result does not depend, but for rounding, on
     how the data was split. Integer targets are classes, one-hot in the sums: a class that a batch lacks counts as a
-    column of zeros, and a class that no batch has shown so far adds a column when it comes. Then with
-    n_c = n · target_mean[c] the mean of class c is ``mean + cross[:, c] / n_c``.
+    column of zeros, and a class that no batch has shown so far adds a column when it comes.
 
     The first batch sets the device, which is the CPU for devices without float64 (Apple's GPUs).
 
@@ -202,7 +328,7 @@ class Moments:
         self.num_features = self.num_targets = 0
         self.are_classes: bool | None = None
         self.rows: list[Tensor] = []  # the joint rows, while there are no more than num_features
-        self.sums: Sums | None = None  # and their sums from then on
+        self.sums: Sums | ClassSums | None = None  # and their sums from then on
 
     # ---- adding ----
 
@@ -252,22 +378,23 @@ class Moments:
         sums = self._turn_to_sums(other.device)
         if other.sums is None:
             for rows in other.rows:
-                sums.add_rows(_widened(rows, d + K))
+                sums.add_rows(*self._split(_widened(rows, d + K)))
         else:
-            sums.add(_widened_sums(other.sums, K))
+            sums.add(other.sums.widened(K))
 
     def _start(self, d: int, K: int, of_classes: bool) -> None:
         """Set the widths; classes not seen before become columns of zeros."""
         if self.num_targets < K:
             self.rows = [_widened(rows, d + K) for rows in self.rows]
-            self.sums = self.sums and _widened_sums(self.sums, K)
+            self.sums = self.sums and self.sums.widened(K)
         self.num_features, self.num_targets, self.are_classes = d, K, of_classes
 
-    def _turn_to_sums(self, device: torch.device) -> Sums:
+    def _turn_to_sums(self, device: torch.device) -> Sums | ClassSums:
         if self.sums is None:
-            self.sums = Sums.zeros(self.num_features, self.num_targets, device)
+            kind = ClassSums if self.are_classes else Sums
+            self.sums = kind.zeros(self.num_features, self.num_targets, device)
             for rows in self.rows:
-                self.sums.add_rows(rows)
+                self.sums.add_rows(*self._split(rows))
             self.rows = []
         return self.sums
 
@@ -294,16 +421,12 @@ class Moments:
     @property
     def device(self) -> torch.device:
         """Where the sums are; the CPU before the first batch."""
-        if self.sums is not None:
-            return self.sums.mean.device
-        return self.rows[0].device if self.rows else torch.device("cpu")
+        return next((tensor.device for tensor in self._tensors()), torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:
         """Memory of the rows or sums, in bytes."""
-        if self.sums is not None:
-            return 8 * (self.sums.products.numel() + self.sums.mean.numel() + self.sums.squares.numel())
-        return 8 * sum(rows.numel() for rows in self.rows)
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     @property
     def mean(self) -> Float[Tensor, " d"]:
@@ -321,8 +444,7 @@ class Moments:
         if self.sums is None:
             H, _ = self.centred_rows()
             return H.mT @ H
-        upper = self.sums.products[:, : self.num_features].triu()
-        return upper + upper.triu(1).mT
+        return self.sums.scatter
 
     @property
     def cross(self) -> Float[Tensor, "d K"]:
@@ -330,14 +452,14 @@ class Moments:
         if self.sums is None:
             H, Y = self.centred_rows()
             return H.mT @ Y
-        return self.sums.products[:, self.num_features :]
+        return self.sums.cross
 
     @property
     def squares(self) -> Float[Tensor, " d"]:
         """Σ (h − mean)² of each feature, with constant features exactly zero."""
         if self.sums is None:
             return self.centred_rows()[0].square().sum(dim=0)
-        return _without_rounding(self.sums.products.diagonal(), self.mean, self.count)
+        return _without_rounding(self.sums.feature_squares, self.mean, self.count)
 
     @property
     def target_squares(self) -> Float[Tensor, " K"]:
@@ -348,8 +470,36 @@ class Moments:
 
     def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         """H and Y less their means; only while the rows are kept (``sums`` is None)."""
-        rows = centred(self._joint_rows())
-        return rows[:, : self.num_features], rows[:, self.num_features :]
+        return self._split(centred(self._joint_rows()))
+
+    @property
+    def class_counts(self) -> Float[Tensor, " K"]:
+        """n_c, the samples of each class; only for classes."""
+        return self._by_class()[0]
+
+    @property
+    def class_means(self) -> Float[Tensor, "K d"]:
+        """μ_c, zero for a class without samples; only for classes."""
+        return self._by_class()[1]
+
+    def within_products(self, directions: Float[Tensor, "d r"]) -> Float[Tensor, "r r"]:
+        """Vᵀ Σ (h − μ_c)(h − μ_c)ᵀ V, the scatter within classes along the columns of V; only for classes."""
+        if self.sums is not None:
+            return directions.mT @ _mirrored(self.sums.within) @ directions
+        coordinates = self._by_class()[2] @ directions
+        return coordinates.mT @ coordinates
+
+    def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"], Tensor]:
+        """Counts, means, and what is left within classes: of the rows kept, or as the sums have it."""
+        if self.sums is not None:
+            return self.sums.counts, self.sums.means, self.sums.within
+        return _by_class(*self._split(self._joint_rows()))
+
+    def _split(self, rows: Float[Tensor, "n p"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
+        return rows.split([self.num_features, self.num_targets], dim=1)
+
+    def _tensors(self) -> list[Tensor]:
+        return [field for field in vars(self.sums).values() if isinstance(field, Tensor)] if self.sums else self.rows
 
     def _mean(self) -> Float[Tensor, " p"]:
         return self._joint_rows().mean(dim=0) if self.sums is None else self.sums.mean
@@ -366,8 +516,3 @@ def _without_rounding(squares: Tensor, mean: Tensor, count: int) -> Tensor:
 
 def _widened(rows: Tensor, width: int) -> Tensor:
     return F.pad(rows, (0, width - rows.shape[-1]))
-
-
-def _widened_sums(sums: Sums, K: int) -> Sums:
-    width = len(sums.products) + K
-    return Sums(sums.count, _widened(sums.mean, width), _widened(sums.products, width), _widened(sums.squares, K))

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gramlin.collapse import MEASURES, check_classes
 from gramlin.hooks import SUPPORTED_LAYERS, check_layer
 from gramlin.linearity import HeldOut, LinearFit, fit_of, linearity_of
 from gramlin.moments import Moments, target_matrix
@@ -82,12 +83,22 @@ def _alignment(sums: LayerSums) -> float:
     return (rows.cross.square().sum() / (rows.scatter.norm() * target_scatter.norm())).item()
 
 
+def _collapse(name: str) -> LayerMetric:
+    def value(sums: LayerSums) -> float:
+        moments = sums.moments["inputs"]
+        check_classes(moments)
+        return MEASURES[name](moments).item() if moments.squares.any() else math.nan
+
+    return LayerMetric(("inputs",), value)
+
+
 # The table of metrics; another module adds a column with one more entry.
 METRICS: dict[str, LayerMetric] = {
     "tl_in": _target_linearity("inputs"),
     "tl_out": _target_linearity("outputs"),
     "surrogate": LayerMetric(("output_rows",), _surrogate),
     "cka": LayerMetric(("output_rows", "target_rows"), _alignment),
+    **{name: _collapse(name) for name in MEASURES},
 }
 
 
@@ -119,13 +130,15 @@ def probe(
             more than ``tl_in`` if features are flattened or the layer is linear.
         ``surrogate``: ``gramlin.surrogate`` of the input rows H and the weight. Computed as (1/K)‖ZᵀY‖²_F.
         ``cka``: ``gramlin.normalized_surrogate`` of the same; NaN if the outputs are constant.
+        ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``: those of ``gramlin.neural_collapse``, of the
+            features that enter the layer, for classes; NaN if these are constant.
 
     Positions: a sample that a layer sees at many positions (the pixels of a convolution's map, the tokens of a
-    sequence) is one row for Target Linearity: by default the average over positions, a feature a channel; with
-    ``positions="flatten"`` all of them, channels · height · width features. Mind that Target Linearity without ridge
-    is 1, and says nothing, where there are as many features as samples. For the surrogate and the CKA each position
-    (of a convolution, each patch) is a row, with the target of its sample. A layer that is used several times has the
-    rows of all uses.
+    sequence) is one row for Target Linearity and collapse: by default the average over positions, a feature a channel;
+    with ``positions="flatten"`` all of them, channels · height · width features. Mind that Target Linearity without
+    ridge is 1, and says nothing, where there are as many features as samples. For the surrogate and the CKA each
+    position (of a convolution, each patch) is a row, with the target of its sample. A layer that is used several times
+    has the rows of all uses.
 
     Args:
         model: any ``nn.Module`` whose layers see samples along the first axis.

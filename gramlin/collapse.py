@@ -1,0 +1,382 @@
+"""Neural Collapse: chapter 4, how the features of a class become one point, and the points a regular simplex.
+
+Rows are samples: features H (n, d), integer classes (n,) with n_c samples each. μ_c is the mean of class c, and M
+(K, d) has the rows μ_c − μ_G, with μ_G the mean of the *class means*. It is the mean of all samples where classes are
+balanced; elsewhere it is what leaves the measures of a simplex at zero, whatever the counts. Everything is float64.
+
+Source: Papyan, Han and Donoho (2020), whose definitions these are; where theirs leave a choice, the docstring says
+which was made.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from gramlin.linearity import Features, MomentsMetric, linearity_of
+from gramlin.moments import Moments, centred, to_float64
+
+# Directions along which class means vary by less than this fraction of their largest variation count as rounding.
+_RANK_CUTOFF = 1e-6
+
+# A class mean closer to their mean than this, relative to the means themselves, is there but for rounding.
+_AT_CENTRE = 1e-13
+
+Classes = Integer[Tensor, " n"]
+ClassMeans = Float[Tensor, "K d"]
+Measures = dict[str, Float[Tensor, ""]]
+
+
+# ---- all measures of one set of features ----
+
+
+def neural_collapse(
+    features: Features, targets: Classes, weight: Float[Tensor, "K d"] | None = None, *, num_classes: int | None = None
+) -> Measures:
+    """How far features have collapsed: all is 0 at collapse, and ``target_linearity`` 1 (``eq:collapse-measures``).
+
+    The measures:
+        ``nc1``: tr(Σ_W Σ_B⁺)/K, with Σ_W = (1/n) Σ_i (h_i − μ_c)(h_i − μ_c)ᵀ, an average over *samples*, and
+            Σ_B = (1/K) MᵀM, one over *classes*. As long as M has rank K − 1 it is then, for any counts, the mean over
+            samples of ‖M⁺ᵀ(h − μ_G) − (e_c − 1/K)‖²: the squared error of reading the class off its mean. The
+            pseudo-inverse leaves out directions in which class means vary by less than 1e-6 of their largest
+            variation (singular values of M).
+        ``nc2_equinorm``: as in ``equinorm``.
+        ``nc2_equiangular``: as in ``equiangularity``.
+        ``nc2_etf``: as in ``etf_distance``.
+        ``nc3``: as in ``self_duality``; only with ``weight``.
+        ``target_linearity``: ``gramlin.target_linearity`` without ridge.
+
+    Collapse forces linearity (``prf:collapse-bound``): if M has rank K − 1, then ``target_linearity`` ≥ g/(g + ``nc1``)
+    with g = 1 − Σ_c (n_c/n)², which is (K − 1)/K for balanced classes. Linearity does not force collapse.
+
+    Args:
+        features: H (n, d), in any floating-point precision.
+        targets: integer classes (n,), counted from 0. Each needs a sample; one with a single sample adds nothing to
+            Σ_W.
+        weight: the (K, d) weight of the linear layer that these features enter.
+        num_classes: K, by default the largest class + 1.
+
+    Returns:
+        Float64 tensors without axes. K > d + 1 class means cannot be a simplex: ``nc2_etf`` then stays above 0.
+
+    Raises:
+        ValueError: wrong shapes, no samples, a class without samples, fewer than two classes, NaN or infinite entries,
+            class means that all coincide, a weight of another shape or of zeros, several devices.
+        TypeError: features that are not floating-point; targets that are not integers.
+
+    Example:
+        >>> import torch
+        >>> corners = simplex_etf(3, 4)
+        >>> measures = neural_collapse(corners.repeat(5, 1), torch.arange(3).repeat(5), weight=2 * corners)
+        >>> for name, value in measures.items():
+        ...     print(f"{name:16} {value.abs():.3f}")
+        nc1              0.000
+        nc2_equinorm     0.000
+        nc2_equiangular  0.000
+        nc2_etf          0.000
+        nc3              0.000
+        target_linearity 1.000
+    """
+    _check_integers(targets, "targets")
+    moments = Moments(num_classes)
+    moments.update(features, targets)
+    return collapse_of(moments, weight)
+
+
+def collapse_of(moments: Moments, weight: Float[Tensor, "K d"] | None = None) -> Measures:
+    """``neural_collapse`` of data whose moments have been added up."""
+    check_classes(moments)
+    measures = {name: measure(moments) for name, measure in MEASURES.items()}
+    if weight is not None:
+        measures["nc3"] = self_duality(weight=weight, class_means=moments.class_means)
+    return measures | {"target_linearity": linearity_of(moments)}
+
+
+def variability_of(moments: Moments) -> Float[Tensor, ""]:
+    """``nc1`` of ``neural_collapse``: tr(Σ_W Σ_B⁺)/K = tr(Σ_W (MᵀM)⁺) (``eq:collapse-nc1``)."""
+    _, variations, directions = torch.linalg.svd(_centred_means(moments.class_means), full_matrices=False)
+    kept = variations > _RANK_CUTOFF * variations[0]
+    whitening = directions[kept].mT / variations[kept]
+    return moments.within_products(whitening).trace() / moments.count
+
+
+def check_classes(moments: Moments) -> None:
+    """Raise ``ValueError`` unless the targets are classes, two or more, with samples of each."""
+    if not moments.count:
+        raise ValueError("there are no samples yet; call update(features, targets) first")
+    if not moments.are_classes:
+        raise ValueError("the targets are real numbers: collapse is measured of classes; pass integers (n,)")
+    K = moments.num_targets
+    missing = (moments.class_counts == 0).nonzero().flatten().tolist()
+    if missing:
+        raise ValueError(
+            f"there are no samples of {'class' if len(missing) == 1 else 'classes'} {', '.join(map(str, missing))}, "
+            f"of {K}: each needs at least one; pass more data, or count classes without gaps"
+        )
+    if K < 2:
+        raise ValueError(f"all {moments.count} samples are of class 0: collapse is between classes; pass two or more")
+
+
+# ---- geometry of class means ----
+
+
+def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
+    """Coefficient of variation of ‖μ_c − μ_G‖: standard deviation (over K) by mean (``eq:collapse-equinorm``).
+
+    Args:
+        class_means: μ_c (K, d), not centred.
+
+    Raises:
+        ValueError: not (K, d) with K ≥ 2, NaN or infinite entries, means that all coincide.
+        TypeError: not a floating-point tensor.
+    """
+    norms = _centred_means(class_means).norm(dim=1)
+    return norms.std(correction=0) / norms.mean()
+
+
+def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
+    """Standard deviation (over pairs) of the cosines between μ_c − μ_G (``eq:collapse-equiangular``).
+
+    Where norms are equal and it is 0, the cosines are all −1/(K − 1), since the rows of M sum to zero. NaN if a class
+    mean is at the centre, where it has no direction; 0 for two classes.
+
+    Args, errors: as in ``equinorm``.
+    """
+    M = _centred_means(class_means)
+    norms = M.norm(dim=1)
+    at_centre = norms <= _AT_CENTRE * to_float64(class_means).norm(dim=1).max()
+    directions = M / norms.where(~at_centre, torch.nan)[:, None]
+    return _pairs_of(directions @ directions.mT).std(correction=0)
+
+
+def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
+    """‖MMᵀ/‖MMᵀ‖_F − (I − 11ᵀ/K)/√(K − 1)‖_F: from a simplex equiangular tight frame (``eq:collapse-etf``).
+
+    0 exactly if the class means are the corners of a regular simplex, of any size and place. Its square is
+    2 − 2√(r/(K − 1)), with r the participation ratio of the variances of M, (Σ s²)²/Σ s⁴ ≤ K − 1: it sees how evenly
+    class means spread over directions, and nothing else.
+
+    Args, errors: as in ``equinorm``.
+    """
+    M = _centred_means(class_means)
+    K = len(M)
+    gram = M @ M.mT
+    simplex = torch.eye(K, dtype=M.dtype, device=M.device) - 1 / K
+    return (gram / gram.norm() - simplex / (K - 1) ** 0.5).norm()
+
+
+def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Float[Tensor, ""]:
+    """‖W/‖W‖_F − M/‖M‖_F‖_F: how far the classifier is from the class means (``eq:collapse-self-duality``).
+
+    0 if W is a positive multiple of M, √2 if they are orthogonal, 2 if it is a negative one. The class means are
+    centred here, the weight is taken as it is. With cross-entropy a row that all classes' weights share changes no
+    prediction, and weight decay removes it: to look past it, pass ``weight - weight.mean(dim=0)``. A bias plays no
+    part.
+
+    Args:
+        weight: W (K, d) of the classifier, in PyTorch's layout.
+        class_means: μ_c (K, d) of the features that enter it, not centred.
+
+    Raises:
+        ValueError: shapes that differ or are not (K, d), a weight of zeros, several devices; as in ``equinorm``.
+        TypeError: not floating-point tensors.
+    """
+    _check_matrix("weight", weight)
+    M = _centred_means(class_means)
+    if weight.shape != M.shape:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, the class means {tuple(M.shape)}: both are (K, d) and must agree"
+        )
+    if weight.device != class_means.device:
+        raise ValueError(f"weight is on {weight.device}, the class means on {class_means.device}; move the weight")
+    W = to_float64(weight)
+    if not W.any():
+        raise ValueError(f"weight of shape {tuple(weight.shape)} is zero: it has no direction")
+    return (W / W.norm() - M / M.norm()).norm()
+
+
+def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> Float[Tensor, "K d"]:
+    """K unit vectors with inner products −1/(K − 1), which sum to zero: a simplex equiangular tight frame.
+
+    Args:
+        K: the number of vectors.
+        d: of dimensions, at least K − 1.
+        generator: for an orientation drawn uniformly, on its device; by default one fixed orientation, in the first
+            K − 1 coordinates, on the CPU.
+
+    Raises:
+        ValueError: K < 2, or d < K − 1.
+
+    Example:
+        >>> corners = simplex_etf(3, 4)
+        >>> print((corners @ corners.mT).round(decimals=6))
+        tensor([[ 1.0000, -0.5000, -0.5000],
+                [-0.5000,  1.0000, -0.5000],
+                [-0.5000, -0.5000,  1.0000]], dtype=torch.float64)
+    """
+    if K < 2 or d < K - 1:
+        raise ValueError(f"got K={K}, d={d}; pass K of at least 2, and d of at least K - 1")
+    device = "cpu" if generator is None else generator.device
+    # Column j − 1 sets the first j corners against corner j (Helmert): orthonormal, and orthogonal to the ones.
+    j = torch.arange(1, K, dtype=torch.float64, device=device)
+    contrasts = torch.ones(K, K - 1, dtype=torch.float64, device=device).triu()
+    contrasts[1:] -= j.diag()
+    corners = contrasts / (j * (j + 1)).sqrt() * (K / (K - 1)) ** 0.5
+    if generator is None:
+        return torch.nn.functional.pad(corners, (0, d - K + 1))
+    drawn = torch.randn(d, K - 1, dtype=torch.float64, device=device, generator=generator)
+    frame, upper = torch.linalg.qr(drawn)
+    return corners @ (frame * upper.diagonal().sign()).mT
+
+
+# ---- the decision ----
+
+
+def nearest_class_mean_disagreement(
+    features: Features, predictions: Classes, class_means: ClassMeans
+) -> Float[Tensor, ""]:
+    """Fraction of samples whose predicted class is not that of the nearest class mean (NC4, ``eq:collapse-nc4``).
+
+    Distances are Euclidean. It needs a second pass over the data, once class means are known: for batches, average
+    with their sizes as weights. A classifier's bias is in its predictions.
+
+    Args:
+        features: H (n, d), what enters the classifier.
+        predictions: its classes (n,), e.g. ``logits.argmax(dim=1)``.
+        class_means: μ_c (K, d), usually of the training data: ``NeuralCollapse.class_means()``.
+
+    Raises:
+        ValueError: wrong shapes, no samples, a class outside K, NaN or infinite entries, several devices; as in
+            ``equinorm``.
+        TypeError: features or class means that are not floating-point; predictions that are not integers.
+
+    Example:
+        >>> import torch
+        >>> means = torch.tensor([[0.0], [10.0]])
+        >>> H = torch.tensor([[1.0], [4.0], [6.0], [11.0]])
+        >>> nearest_class_mean_disagreement(H, torch.tensor([0, 1, 1, 1]), means).item()
+        0.25
+    """
+    _check_matrix("features", features)
+    _check_integers(predictions, "predictions")
+    M = _centred_means(class_means)
+    if features.shape[1] != M.shape[1] or predictions.shape != features.shape[:1]:
+        raise ValueError(
+            f"features have shape {tuple(features.shape)}, predictions {tuple(predictions.shape)}, class means "
+            f"{tuple(M.shape)}: expected (n, d), (n,) and (K, d)"
+        )
+    devices = [str(tensor.device) for tensor in (features, predictions, class_means)]
+    if len(set(devices)) > 1:
+        raise ValueError(f"features, predictions and class means are on {', '.join(devices)}; move them to one device")
+    if predictions.min() < 0 or predictions.max() >= len(M):
+        raise ValueError(
+            f"predictions go from {predictions.min()} to {predictions.max()}; pass classes from 0 to {len(M) - 1}"
+        )
+    # ‖h − m‖² = ‖h‖² − 2(hᵀm − ‖m‖²/2), with h and m about the mean of class means, where nothing cancels.
+    origin, offsets = to_float64(class_means).mean(dim=0), M.square().sum(dim=1) / 2
+    wrong = sum(
+        ((to_float64(chunk) - origin) @ M.mT - offsets).argmax(dim=1).ne(predicted).sum()
+        for chunk, predicted in zip(features.split(4096), predictions.split(4096), strict=True)
+    )
+    return wrong.double() / len(features)
+
+
+# ---- helpers ----
+
+
+def _centred_means(class_means: ClassMeans) -> ClassMeans:
+    """M: the class means in float64 less their mean."""
+    _check_matrix("class means", class_means)
+    if len(class_means) < 2:
+        raise ValueError(f"class means have shape {tuple(class_means.shape)}; pass (K, d) with two classes or more")
+    M = centred(class_means)
+    if not M.any():
+        raise ValueError(f"the means of all {len(M)} classes coincide: there is nothing between classes to measure by")
+    return M
+
+
+def _pairs_of(matrix: Float[Tensor, "K K"]) -> Float[Tensor, " pairs"]:
+    i, j = torch.triu_indices(*matrix.shape, offset=1, device=matrix.device)
+    return matrix[i, j]
+
+
+def _check_matrix(name: str, matrix: Tensor) -> None:
+    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
+        kind = f"{matrix.dtype} tensor" if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise TypeError(f"{name}: got a {kind}; pass a floating-point torch.Tensor")
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ValueError(f"{name}: got shape {tuple(matrix.shape)}; pass a matrix with rows of d numbers")
+    if not matrix.isfinite().all():
+        raise ValueError(f"{name} of shape {tuple(matrix.shape)} have NaN or infinite entries")
+
+
+def _check_integers(classes: Tensor, name: str) -> None:
+    if not isinstance(classes, Tensor):
+        raise TypeError(f"{name} are a {type(classes).__name__}; pass a torch.Tensor of integer classes (n,)")
+    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool or classes.ndim != 1:
+        raise TypeError(
+            f"{name} are {classes.dtype} of shape {tuple(classes.shape)}; pass integer classes (n,), e.g. "
+            "scores.argmax(dim=1)"
+        )
+
+
+# The measures that need nothing but the moments, by name: also columns of ``gramlin.probe``.
+MEASURES: dict[str, Callable[[Moments], Float[Tensor, ""]]] = {
+    "nc1": variability_of,
+    "nc2_equinorm": lambda moments: equinorm(moments.class_means),
+    "nc2_equiangular": lambda moments: equiangularity(moments.class_means),
+    "nc2_etf": lambda moments: etf_distance(moments.class_means),
+}
+
+
+# ---- sums over batches, devices and processes ----
+
+
+class NeuralCollapse(MomentsMetric):
+    """``neural_collapse`` of data that come in batches, on one or several devices or processes.
+
+    Sums of each class are centred on the class's own mean, so that ``nc1`` keeps its digits at collapse. Memory is
+    O(d² + dK) whatever the number of samples; as long as there are no more samples than features, the rows are kept
+    instead, which is less. A batch may lack classes, and may be of one sample; all data together may not lack any.
+    ``forward`` returns the measures of its batch, which therefore needs all classes: call ``update`` for smaller ones.
+
+    Args:
+        num_classes: K, at least 2.
+        kwargs: those of ``torchmetrics.Metric``.
+
+    Raises:
+        ValueError, TypeError: as ``neural_collapse``, at construction, ``update`` or ``compute``.
+
+    Example:
+        >>> import torch
+        >>> metric = NeuralCollapse(num_classes=2)
+        >>> metric.update(torch.tensor([[0.9], [1.1], [-1.0]]), torch.tensor([0, 0, 1]))
+        >>> metric.update(torch.tensor([[-1.0]]), torch.tensor([1]))
+        >>> round(metric.compute()["nc1"].item(), 6)
+        0.0025
+        >>> round(metric.compute(weight=torch.tensor([[3.0], [-3.0]]))["nc3"].item(), 6)
+        0.0
+    """
+
+    def __init__(self, num_classes: int, **kwargs: Any):
+        super().__init__(num_classes, **kwargs)
+        self.compute_with_cache = False  # the value depends on the weight
+
+    def update(self, features: Features, targets: Classes) -> None:
+        """Add a batch of features (n, d) and integer classes (n,)."""
+        _check_integers(targets, "targets")
+        super().update(features, targets)
+
+    def compute(self, weight: Float[Tensor, "K d"] | None = None) -> Measures:
+        """``neural_collapse`` of all the data so far, of all processes."""
+        return collapse_of(self._moments(), weight)
+
+    def class_means(self) -> ClassMeans:
+        """μ_c of all the data so far, of all processes, not centred: what ``nearest_class_mean_disagreement`` takes."""
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
+            moments = self._moments()
+            check_classes(moments)
+            return moments.class_means.clone()
