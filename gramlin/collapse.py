@@ -97,9 +97,10 @@ def collapse_of(moments: Moments, weight: Float[Tensor, "K d"] | None = None) ->
 
 def variability_of(moments: Moments) -> Float[Tensor, ""]:
     """``nc1`` of ``neural_collapse``: tr(Σ_W Σ_B⁺)/K = tr(Σ_W (MᵀM)⁺) (``eq:collapse-nc1``)."""
-    _, variations, directions = torch.linalg.svd(_centred_means(moments.class_means), full_matrices=False)
-    kept = variations > _RANK_CUTOFF * variations[0]
-    whitening = directions[kept].mT / variations[kept]
+    M = _centred_means(moments.class_means)
+    _, variations, directions = torch.linalg.svd(M, full_matrices=False)
+    rank = int((variations[: len(M) - 1] > _RANK_CUTOFF * variations[0]).sum())
+    whitening = directions[:rank].mT / variations[:rank]
     return moments.within_products(whitening).trace() / moments.count
 
 

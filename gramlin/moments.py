@@ -208,13 +208,15 @@ class ClassSums:
 
     def add_rows(self, features: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]) -> None:
         """Add one chunk of rows, at least one, with features in any precision."""
-        counts, means, centred = _by_class(features, one_hot)
-        self._absorb(centred, counts, means)
+        n, K = one_hot.shape
+        rows = self.means.new_empty(n + min(n, K), len(self.within))  # more than there are, see _absorb
+        rows[:n] = features
+        self._absorb(rows, n, *_centre_by_class(rows[:n], one_hot))
 
     def add(self, other: "ClassSums") -> None:
         """Add the sums of other rows, which are left as they were."""
         self.within += other.within
-        self._absorb(other.means[:0], other.counts, other.means)
+        self._absorb(torch.empty_like(self.means), 0, other.counts, other.means)
 
     @property
     def count(self) -> int:
@@ -256,28 +258,32 @@ class ClassSums:
         """Class means less the mean; zero for a class without samples."""
         return (self.means - self.mean[: len(self.within)]) * (self.counts > 0)[:, None]
 
-    def _absorb(self, centred: Float[Tensor, "n d"], counts: Float[Tensor, " K"], means: Float[Tensor, "K d"]) -> None:
-        """Add products of rows less the means of their classes, and what the moves of these means are worth."""
+    def _absorb(
+        self, rows: Float[Tensor, "m d"], n: int, counts: Float[Tensor, " K"], means: Float[Tensor, "K d"]
+    ) -> None:
+        """Add products of n rows less the means of their classes; the rest take what the moves of means are worth."""
         totals = self.counts + counts
         share = counts / totals.clamp_min(1)
         moves = means - self.means
         due = (self.counts * share).sqrt()[:, None] * moves
-        _add_products(self.within, torch.cat([centred, due[due.any(dim=1)]]))
+        due = due[due.any(dim=1)]
+        rows[n : n + len(due)] = due
+        _add_products(self.within, rows[: n + len(due)])
         self.means += share[:, None] * moves
         self.counts = totals
 
 
-def _by_class(
-    features: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]
-) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"], Float[Tensor, "n d"]]:
-    """Counts and means of classes (zero for one without samples), and the features less the means of theirs."""
+def _centre_by_class(
+    rows: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]
+) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
+    """Take the means of their classes off the rows, in place; counts and means of classes, zero without samples."""
     labels, counts = one_hot.argmax(dim=1), one_hot.sum(dim=0)
-    origin = features.mean(dim=0, dtype=torch.float64)  # sums about it are small, and so is their rounding
-    rows = features - origin
+    origin = rows.mean(dim=0)
+    rows -= origin  # sums of what is left are small, and so is their rounding
     totals = rows.new_zeros(len(counts), len(origin)).index_add_(0, labels, rows)
     shifts = totals / counts.clamp_min(1)[:, None]
-    rows -= shifts[labels]
-    return counts, (origin + shifts) * (counts > 0)[:, None], rows
+    rows -= shifts.index_select(0, labels)
+    return counts, (origin + shifts) * (counts > 0)[:, None]
 
 
 def _add_products(products: Float[Tensor, "d p"], rows: Float[Tensor, "n p"]) -> None:
@@ -486,14 +492,15 @@ class Moments:
         """Vᵀ Σ (h − μ_c)(h − μ_c)ᵀ V, the scatter within classes along the columns of V; only for classes."""
         if self.sums is not None:
             return directions.mT @ _mirrored(self.sums.within) @ directions
-        coordinates = self._by_class()[2] @ directions
+        rows, one_hot = self._split(self._joint_rows())
+        _centre_by_class(rows, one_hot)
+        coordinates = rows @ directions
         return coordinates.mT @ coordinates
 
-    def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"], Tensor]:
-        """Counts, means, and what is left within classes: of the rows kept, or as the sums have it."""
+    def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
         if self.sums is not None:
-            return self.sums.counts, self.sums.means, self.sums.within
-        return _by_class(*self._split(self._joint_rows()))
+            return self.sums.counts, self.sums.means
+        return _centre_by_class(*self._split(self._joint_rows()))
 
     def _split(self, rows: Float[Tensor, "n p"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         return rows.split([self.num_features, self.num_targets], dim=1)

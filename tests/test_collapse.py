@@ -25,6 +25,7 @@ from gramlin import (
     probe,
     self_duality,
     simplex_etf,
+    target_linearity,
 )
 from gramlin.collapse import MEASURES
 from gramlin.moments import Moments
@@ -103,7 +104,7 @@ def filled(K: int, batches) -> NeuralCollapse:
 
 def impurity(labels: torch.Tensor) -> float:
     """g = 1 − Σ p², the variance of one-hot classes."""
-    return 1 - (labels.bincount() / len(labels)).square().sum().item()
+    return 1 - (labels.bincount().double() / len(labels)).square().sum().item()
 
 
 # ---- definitions ----
@@ -118,7 +119,7 @@ def test_measures_are_their_definitions(counts, d, seed):
     assert_same(neural_collapse(H, labels, weight), by_loops(H, labels, weight), rel=1e-8)
 
 
-@pytest.mark.parametrize("K, d, counts", [(2, 1, [3, 3]), (4, 3, [5, 5, 5, 5]), (5, 9, [1, 40, 2, 3, 7])])
+@pytest.mark.parametrize(("K", "d", "counts"), [(2, 1, [3, 3]), (4, 3, [5, 5, 5, 5]), (5, 9, [1, 40, 2, 3, 7])])
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(0)], ids=["fixed", "drawn"])
 def test_a_simplex_has_collapsed_whatever_the_counts(K, d, counts, generator):
     corners = 3 * simplex_etf(K, d, generator=generator)
@@ -130,7 +131,7 @@ def test_a_simplex_has_collapsed_whatever_the_counts(K, d, counts, generator):
         assert value.item() == pytest.approx(0, abs=1e-13), name
 
 
-@pytest.mark.parametrize("radius, width", [(1.0, 1.0), (2.0, 0.1), (0.3, 5.0)])
+@pytest.mark.parametrize(("radius", "width"), [(1.0, 1.0), (2.0, 0.1), (0.3, 5.0)])
 def test_round_clusters_on_a_simplex_have_closed_forms(radius, width):
     K, d = 4, 7
     H, labels = exact_clusters(radius * simplex_etf(K, d), width * torch.eye(d, dtype=torch.float64))
@@ -201,7 +202,9 @@ def test_measures_are_of_distributions():
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-@pytest.mark.parametrize("d, batch", [(6, 200), (6, 7), (6, 1), (500, 200)], ids=["once", "batches", "single", "rows"])
+@pytest.mark.parametrize(
+    ("d", "batch"), [(6, 200), (6, 7), (6, 1), (500, 200)], ids=["once", "batches", "single", "rows"]
+)
 def test_digits_survive_collapse_and_a_large_mean(offset, d, batch):
     # Within classes a millionth of what is between them: a 1e-12th of the scatter. Features at 1e4 are rounded to 2e-12
     # themselves; the reference is of these, in extended precision.
@@ -211,7 +214,7 @@ def test_digits_survive_collapse_and_a_large_mean(offset, d, batch):
     expected = by_loops(H, labels) if d < 10 else None
     if expected is None:
         means = torch.stack([H[labels == c].mean(dim=0) for c in range(3)])
-        inverse = torch.linalg.pinv(means - means.mean(dim=0))
+        inverse = torch.linalg.pinv(means - means.mean(dim=0), rtol=1e-9)
         expected = {"nc1": ((H - means[labels]) @ inverse).square().sum().item() / len(H)}
     assert metric.compute()["nc1"].item() == pytest.approx(expected["nc1"], rel=1e-6 if offset else 1e-8)
     assert 1e-13 < expected["nc1"] < 1e-9 * d
@@ -321,8 +324,8 @@ def test_linearity_forces_collapse_where_all_noise_is_along_the_means(K, spread,
     mapped = neural_collapse(H @ (draw(seed + 5, K - 1, K - 1) + 3 * torch.eye(K - 1)), labels)
     assert mapped["nc1"].item() == pytest.approx(measures["nc1"].item(), rel=1e-5)
     short = (K - 1) * (1 - measures["target_linearity"].item())
-    if short < 1:
-        assert measures["nc1"].item() <= (K - 1) / K * short / (1 - short) * (1 + 1e-9)
+    if short < 0.99:
+        assert measures["nc1"].item() <= (K - 1) / K * short / (1 - short) * (1 + 1e-7)
 
 
 @few
@@ -373,7 +376,7 @@ def test_self_duality_is_a_distance_of_directions():
     assert self_duality(weight=shared - shared.mean(dim=0), class_means=means) < 1e-14
 
 
-def test_weight_and_class_means_are_not_taken_for_one_another(unchecked):
+def test_weight_and_class_means_are_not_taken_for_one_another():
     with pytest.raises(TypeError, match="positional"):
         self_duality(draw(0, 3, 3), draw(1, 3, 3))
 
@@ -411,7 +414,7 @@ def test_weight_decay_makes_the_classifier_dual_to_a_simplex(bias):
 # ---- the simplex ----
 
 
-@pytest.mark.parametrize("K, d", [(2, 1), (2, 5), (3, 2), (10, 9), (10, 512)])
+@pytest.mark.parametrize(("K", "d"), [(2, 1), (2, 5), (3, 2), (10, 9), (10, 512)])
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(3)], ids=["fixed", "drawn"])
 def test_simplex_has_unit_rows_and_equal_angles(K, d, generator):
     corners = simplex_etf(K, d, generator=generator)
@@ -481,16 +484,10 @@ def test_the_metric_is_the_function():
     assert "nc3" not in metric.compute()
     assert torch.equal(metric.class_means()[1], metric.class_means()[1])
     assert torch.allclose(metric.class_means()[1], H[labels == 1].mean(dim=0))
-    assert metric.compute()["target_linearity"] == TargetLinearity.compute(_linearity(H, labels))
+    assert metric.compute()["target_linearity"] == target_linearity(H, labels)
     metric.reset()
     metric.update(H * 2, labels)
     assert_same(metric.compute(), neural_collapse(H, labels), rel=1e-8)
-
-
-def _linearity(H, labels) -> TargetLinearity:
-    metric = TargetLinearity()
-    metric.update(H, labels)
-    return metric
 
 
 def test_forward_returns_the_batch_and_adds_it():
@@ -659,4 +656,4 @@ def test_a_refused_batch_changes_nothing(unchecked):
             metric.update(*bad)
     with pytest.raises(ValueError, match="no samples of class 2"):
         metric(H5[:2], C5[:2])  # forward's value of this batch alone
-    assert torch.equal(metric.class_means(), torch.stack([H5[C5 == c].double().mean(dim=0) for c in range(3)]))
+    assert torch.equal(metric.class_means(), torch.stack([H5[c == C5].double().mean(dim=0) for c in range(3)]))
