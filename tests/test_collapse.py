@@ -235,6 +235,16 @@ def test_a_difference_of_scatters_would_lose_them():
     assert neural_collapse(H, labels)["nc1"].item() == pytest.approx(right, rel=1e-6)
 
 
+def test_a_constant_feature_stays_constant():
+    # Sums of 30,000 times 0.7 are off by more than what counts as rounding.
+    H, labels = torch.full((60000, 1), 0.7, dtype=torch.float64), torch.arange(60000) % 2
+    with pytest.raises(ValueError, match="coincide"):
+        neural_collapse(H, labels)
+    moments = Moments()
+    moments.update(H, labels)
+    assert moments.squares == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_features_of_any_precision_are_summed_in_float64(dtype):
     H, labels = clusters(0, [30, 20, 25], 6)
@@ -360,6 +370,21 @@ def test_collapse_onto_too_few_directions_forces_less():
     assert measures["nc2_etf"] > 0.5
 
 
+def test_directions_that_no_class_mean_varies_in_do_not_count():
+    # Four means in a plane of six dimensions; the third direction of M is rounding.
+    means, noise = draw(0, 4, 2), torch.eye(6, dtype=torch.float64)
+    rotation = torch.linalg.qr(draw(1, 6, 6)).Q
+    measured = neural_collapse(*exact_clusters(F.pad(means, (0, 4)) @ rotation + 50, noise))["nc1"].item()
+    assert measured == pytest.approx(neural_collapse(*exact_clusters(means, noise[:2, :2]))["nc1"].item(), rel=1e-9)
+
+    def with_third(size: float) -> float:
+        third = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
+        return neural_collapse(*exact_clusters(torch.cat([means, size * third], dim=1), noise[:3, :3]))["nc1"].item()
+
+    assert with_third(1e-8) == pytest.approx(measured, rel=1e-6)
+    assert with_third(1e-5) > 1e9 > measured  # the variation is real
+
+
 # ---- self-duality ----
 
 
@@ -429,6 +454,11 @@ def test_drawn_simplices_differ_and_repeat_with_the_seed():
     assert torch.equal(one, again)
     assert not torch.allclose(one, two)
     assert torch.equal(simplex_etf(3, 4), simplex_etf(3, 4))
+
+
+def test_drawn_simplices_favour_no_direction():
+    drawn = torch.stack([simplex_etf(2, 2, generator=torch.Generator().manual_seed(seed))[0] for seed in range(300)])
+    assert (drawn.mean(dim=0).abs() < 0.15).all()  # 3.7 standard errors
 
 
 # ---- the decision ----
