@@ -22,6 +22,7 @@ from gramlin.experiments.chapter2 import (
 from gramlin.experiments.chapter3 import (
     LINEARITY,
     depth_profiles,
+    growth_table,
     linearity_panels,
     linearity_settings,
     linearity_table,
@@ -44,6 +45,7 @@ __all__ = [
     "gram_shift_panels",
     "gram_shift_settings",
     "gram_shift_table",
+    "growth_table",
     "halves_table",
     "kept_table",
     "linearity_panels",

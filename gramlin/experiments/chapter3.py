@@ -251,3 +251,43 @@ def _direction(larger: np.ndarray, smaller: np.ndarray) -> str:
     if all(low > 0 for low, _ in intervals):
         return "rises"
     return "falls" if all(high < 0 for _, high in intervals) else "mixed"
+
+
+def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """By what law the surrogate and Target Linearity grow, a row a group and layer: means over seeds.
+
+    The run is cut where the surrogate first reaches half of its largest value: the "rise" before, the rest after.
+    Columns: the epoch of the cut; the factor by which the surrogate grows until then; R² of ln S over time in the rise
+    and over the whole run (1 for exponential growth); R² of Target Linearity over ln time after the rise (1 for
+    logarithmic growth), and for comparison of ln Target Linearity over time. Target Linearity is that of the features
+    which enter the layer; for the input it is constant, and left out.
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        for name, layer in group[0].metrics["layers"].items():
+            if "surrogate" in layer:
+                laws = pd.DataFrame([_laws(run, name) for run in group]).mean()
+                rows[title, name] = laws
+    table = pd.DataFrame(rows).T
+    return table.rename_axis(index=["runs", "layer"])
+
+
+def _laws(run: Run, name: str) -> dict[str, float]:
+    layer, epochs = run.metrics["layers"][name], _epochs(run)
+    S, linearity = np.array(layer["surrogate"]), np.array(layer["tl"])
+    cut = int(np.argmax(S / S.max() >= 0.5))
+    after = slice(max(cut, 1), None)
+    varies = np.ptp(linearity) > 0
+    return {
+        "rise until epoch": epochs[cut],
+        "S grows by": S[cut] / S[0],
+        "exponential S, rise": _r_squared(epochs[: cut + 1], np.log(S[: cut + 1])),
+        "exponential S, run": _r_squared(epochs, np.log(S)),
+        "logarithmic TL, after": _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
+        "exponential TL, after": _r_squared(epochs[after], np.log(linearity[after])) if varies else np.nan,
+    }
+
+
+def _r_squared(x: np.ndarray, y: np.ndarray) -> float:
+    """R² of the regression line; NaN for fewer than three points, where it says nothing."""
+    return float(np.corrcoef(x, y)[0, 1] ** 2) if len(x) > 2 else np.nan
