@@ -1,6 +1,7 @@
 """One training loop for all chapters: data stay on the device, and nothing is done a sample at a time."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ def train(
     *,
     epochs: int,
     batch_size: int | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
     seed: int = 0,
     record: Callable[[int], dict] | None = None,
 ) -> list[dict]:
@@ -29,7 +30,7 @@ def train(
         epochs: passes over the data.
         batch_size: rows a step, in a new random order each epoch (the last batch may be smaller); None for full
             batches, which are not shuffled.
-        loss: the mean loss of a batch, of (outputs, targets).
+        loss: the mean loss of a batch, of (outputs, targets); outputs are what the model returns, of any type.
         seed: of the order of the samples; the same on every device.
         record: called with the epoch (0 before training) when the model is in evaluation mode and gradients are off;
             its dictionary becomes part of that epoch's row.

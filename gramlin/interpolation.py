@@ -1,0 +1,479 @@
+r"""Variational autoencoders, and how straight their decoders are between two latents: chapter 5.
+
+A decoder D maps latents z (n, d) to images. On the segment z_λ = λz₁ + (1 − λ)z₀ its *gap* is
+g_λ = D(z_λ) − λD(z₁) − (1 − λ)D(z₀): what interpolating latents shows that a cross-fade of the two images does not.
+
+**The gap is the gap of the residual.** Let A be any affine map and r = D − A. The gap of A is zero at three collinear
+points, hence g_λ = r(z_λ) − λr(z₁) − (1 − λ)r(z₀), and by the triangle inequality
+‖g_λ‖ ≤ ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖ (book: ``eq:vae-gap-bound``).
+
+**On average it is Target Linearity.** Let z₀, z₁ be independent draws of one law, A the best affine fit of D under that
+law and TL its Target Linearity, and write ‖·‖₂ for the root of the expectation of a squared norm. Then
+‖D(z₁) − D(z₀)‖₂² = 2V with V the total variance of D(z), ‖r(z)‖₂² = (1 − TL)V, and r(z₀), r(z₁) are independent with
+mean zero, so that ‖λr(z₁) + (1 − λ)r(z₀)‖₂ = s_λ‖r(z)‖₂ with s_λ² = λ² + (1 − λ)². With
+κ_λ = ‖r(z_λ)‖₂/‖r(z)‖₂ the triangle inequality says, both ways (book: ``eq:vae-mean-gap``),
+
+    |κ_λ − s_λ| √((1 − TL)/2)  ≤  ‖g_λ‖₂/‖D(z₁) − D(z₀)‖₂  ≤  (κ_λ + s_λ) √((1 − TL)/2),
+
+and the same holds for root mean squares over λ, of g_λ, κ_λ and s_λ (∫s_λ² = 2/3). Nothing is assumed but second
+moments. What TL cannot know is κ: points of a segment do not follow the law of its ends (the mean of two Gaussian draws
+is too near the centre), and only where the affine fit is no worse there (κ ≤ 1) does TL alone bound the gap.
+The statement holds exactly for a sample too, with the fit to it and all its n² ordered pairs.
+
+**For inputs.** Where the decoder reconstructs, D(z) ≈ x, the Target Linearity TL_x of latents against inputs bounds the
+same residual: the best fit A is no worse a fit of D than the best fit of x is, hence (book: ``eq:vae-inputs``)
+√((1 − TL)V) ≤ ‖D(z) − x‖₂ + √((1 − TL_x)V_x), V_x the total variance of x.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from gramlin.linearity import LinearFit
+from gramlin.models import MLP
+from gramlin.moments import Sums, centred, to_float64
+
+__all__ = [
+    "VAE",
+    "active_units",
+    "decodes_apart",
+    "gap_bound",
+    "interpolate",
+    "interpolation_gap",
+    "negative_elbo",
+    "pca_ceiling",
+    "residual_ratio",
+]
+
+# Images that differ by less than this many roundings of their norm are equal: the gap between them would have less
+# than two digits.
+_ROUNDINGS = 100
+
+# Rows that are put through a network, or into sums, at a time.
+_CHUNK_ROWS = 4096
+
+Decoder = Callable[[Tensor], Tensor]
+
+# ---- the model ----
+
+
+class VAE(nn.Module):
+    """A variational autoencoder of images in [0, 1]: Gaussian latents with prior N(0, I), Bernoulli likelihood.
+
+    ``model(images)`` is (logits, mean, log-variance), with the logits of one draw of the latents: what
+    ``negative_elbo`` takes, so that ``train(model, optimizer, images, images, loss=negative_elbo)`` trains it.
+    A grey pixel enters the Bernoulli likelihood as the expectation over a coin with its value for probability.
+
+    Args:
+        input_shape: of an image, (channels, height, width).
+        latent: d, the number of latents.
+        hidden: width of the fully connected hidden layers.
+        kind: "mlp": two hidden layers in each half; "conv": two 4×4 convolutions of stride 2 with 32 and 64 channels
+            and one hidden layer in the encoder, and their mirror image in the decoder.
+        activation: "gelu", "relu", "tanh" or "identity".
+
+    Raises:
+        ValueError: an unknown kind or activation, sizes that are no positive integers, or for "conv" a height or width
+            that 4 does not divide.
+
+    Source: Kingma and Welling (2014); β in ``negative_elbo`` of Higgins et al. (2017).
+
+    Example:
+        >>> model = VAE((1, 8, 8), latent=3, hidden=16)
+        >>> mean, log_variance = model.encode(torch.rand(5, 1, 8, 8))
+        >>> mean.shape, model.decode(mean).shape
+        (torch.Size([5, 3]), torch.Size([5, 1, 8, 8]))
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        latent: int = 32,
+        hidden: int = 512,
+        kind: str = "mlp",
+        activation: str = "gelu",
+    ):
+        super().__init__()
+        shape = tuple(input_shape)
+        if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ValueError(f"input_shape is {shape}; pass (channels, height, width), positive integers")
+        for name, value in (("latent", latent), ("hidden", hidden)):
+            _check_positive(name, value)
+        if kind not in _KINDS:
+            raise ValueError(f"kind is {kind!r}; pass one of {', '.join(_KINDS)}")
+        self.input_shape, self.latent = shape, latent
+        self.encoder, self.decoder = _KINDS[kind](shape, latent, hidden, activation)
+
+    def encode(self, images: Float[Tensor, "n *image"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        """Mean and log-variance of each image's latents.
+
+        Raises:
+            TypeError: images that are not floating-point.
+            ValueError: images of another shape, empty, with NaN, or with values outside [0, 1].
+        """
+        if not images.is_floating_point():
+            raise TypeError(f"images are {images.dtype}; pass floating-point values in [0, 1]")
+        if images.shape[1:] != self.input_shape or len(images) == 0:
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}, the model is of (n, *{self.input_shape}), n ≥ 1"
+            )
+        low, high = images.aminmax()
+        if not (low >= 0 and high <= 1):  # also if there is a NaN
+            raise ValueError(
+                f"images have values from {low:.4g} to {high:.4g}: the Bernoulli likelihood is of [0, 1]; pass images "
+                "as they are loaded, not standardised"
+            )
+        mean, log_variance = self.encoder(images).chunk(2, dim=1)
+        return mean, log_variance
+
+    def decode_logits(self, latents: Float[Tensor, "n d"]) -> Float[Tensor, "n *image"]:
+        """Log-odds of each pixel.
+
+        Raises:
+            ValueError: latents that are not (n, d).
+        """
+        if latents.ndim != 2 or latents.shape[1] != self.latent:
+            raise ValueError(f"latents have shape {tuple(latents.shape)}, the model is of (n, {self.latent})")
+        return self.decoder(latents).unflatten(1, self.input_shape)
+
+    def decode(self, latents: Float[Tensor, "n d"]) -> Float[Tensor, "n *image"]:
+        """Images: the probability of each pixel, in [0, 1]; errors as in ``decode_logits``."""
+        return self.decode_logits(latents).sigmoid()
+
+    def forward(
+        self, images: Float[Tensor, "n *image"], generator: torch.Generator | None = None
+    ) -> tuple[Float[Tensor, "n *image"], Float[Tensor, "n d"], Float[Tensor, "n d"]]:
+        """Logits of one draw z = mean + exp(log_variance/2) ε, ε ~ N(0, I), with mean and log-variance.
+
+        ``generator`` draws ε, on the images' device; None is PyTorch's own.
+        """
+        mean, log_variance = self.encode(images)
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+        return self.decode_logits(mean + (log_variance / 2).exp() * noise), mean, log_variance
+
+    def elbo_terms(
+        self, images: Float[Tensor, "n *image"], generator: torch.Generator | None = None
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """−ln p(x|z) for one draw of z, and KL(q(z|x) ‖ N(0, I)), of each image in nats (``eq:vae-elbo``).
+
+        Their sum is minus the evidence lower bound. Errors as in ``encode``.
+        """
+        return _elbo_terms(self(images, generator), images)
+
+
+def _mlp_halves(shape: tuple[int, ...], latent: int, hidden: int, activation: str) -> tuple[nn.Module, nn.Module]:
+    pixels = shape[0] * shape[1] * shape[2]
+    encoder = MLP([pixels, hidden, hidden, 2 * latent], activation)
+    return encoder, MLP([latent, hidden, hidden, pixels], activation)
+
+
+def _conv_halves(shape: tuple[int, ...], latent: int, hidden: int, activation: str) -> tuple[nn.Module, nn.Module]:
+    channels, height, width = shape
+    if height % 4 or width % 4:
+        raise ValueError(f"input_shape is {shape}; for kind 'conv' pass a height and width that 4 divides")
+    inner = (64, height // 4, width // 4)
+    size = inner[0] * inner[1] * inner[2]
+    bottom, top = MLP([size, hidden, 2 * latent], activation), MLP([latent, hidden, size], activation)
+    act = type(bottom.activation1)
+    encoder = nn.Sequential(
+        nn.Conv2d(channels, 32, 4, stride=2, padding=1), act(), nn.Conv2d(32, 64, 4, stride=2, padding=1), act(), bottom
+    )
+    decoder = nn.Sequential(
+        *(top, act(), nn.Unflatten(1, inner)),
+        *(nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1), act()),
+        *(nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1), nn.Flatten()),
+    )
+    return encoder, decoder
+
+
+_KINDS = {"mlp": _mlp_halves, "conv": _conv_halves}
+
+
+def negative_elbo(
+    outputs: tuple[Float[Tensor, "n *image"], Float[Tensor, "n d"], Float[Tensor, "n d"]],
+    images: Float[Tensor, "n *image"],
+    beta: float = 1.0,
+) -> Float[Tensor, ""]:
+    """Mean over images of −ln p(x|z) + β KL(q(z|x) ‖ N(0, I)), in nats (``eq:vae-elbo``): the loss of a ``VAE``.
+
+    Args:
+        outputs: of the model, (logits, mean, log-variance).
+        images: in [0, 1], of the logits' shape.
+        beta: β; 1 is the evidence lower bound.
+
+    Raises:
+        ValueError: images of another shape; a β that is negative or not finite.
+    """
+    if not (isinstance(beta, Real) and 0 <= beta < float("inf")):
+        raise ValueError(f"beta is {beta!r}; pass a finite number, 0 or more")
+    if outputs[0].shape != images.shape:
+        raise ValueError(f"logits have shape {tuple(outputs[0].shape)}, images {tuple(images.shape)}: they must agree")
+    reconstruction, divergence = _elbo_terms(outputs, images)
+    return (reconstruction + beta * divergence).mean()
+
+
+def _elbo_terms(outputs: tuple[Tensor, Tensor, Tensor], images: Tensor) -> tuple[Tensor, Tensor]:
+    logits, mean, log_variance = outputs
+    reconstruction = F.binary_cross_entropy_with_logits(logits, images, reduction="none").flatten(1).sum(dim=1)
+    return reconstruction, (log_variance.exp() + mean.square() - 1 - log_variance).sum(dim=1) / 2
+
+
+@torch.no_grad()
+def active_units(model: VAE, images: Float[Tensor, "n *image"], threshold: float = 0.01) -> int:
+    """How many latents have a mean that varies over the images by a variance above the threshold.
+
+    The others follow the prior whatever the image, and the decoder learns to ignore them.
+
+    Raises:
+        ValueError: fewer than two images; as in ``VAE.encode``.
+
+    Source: Burda, Grosse and Salakhutdinov (2016).
+    """
+    if len(images) < 2:
+        raise ValueError(f"got {len(images)} images; pass at least two, a variance is taken over them")
+    means = torch.cat([model.encode(chunk)[0] for chunk in images.split(_CHUNK_ROWS)])
+    return int((to_float64(means).var(dim=0) > threshold).sum())
+
+
+# ---- between two latents ----
+
+
+@torch.no_grad()
+def interpolate(
+    model: VAE, x0: Float[Tensor, "*n channels height width"], x1: Float[Tensor, "*n channels height width"], steps: int
+) -> Float[Tensor, "*n steps channels height width"]:
+    """Images decoded along the straight segment from the latents' mean of x0 to that of x1, both ends included.
+
+    Args:
+        model: a ``VAE``.
+        x0: where to start: one image, or n.
+        x1: where to end, as many.
+        steps: images of a segment, at least 2.
+
+    Raises:
+        ValueError: fewer than two steps; images that are not as many on both sides; as in ``VAE.encode``.
+        TypeError: as in ``VAE.encode``.
+    """
+    _check_positive("steps", steps, least=2)
+    if x0.shape != x1.shape:
+        raise ValueError(f"x0 has shape {tuple(x0.shape)}, x1 {tuple(x1.shape)}: they must agree")
+    if x0.ndim == 3:
+        return interpolate(model, x0[None], x1[None], steps)[0]
+    z0, z1 = model.encode(x0)[0], model.encode(x1)[0]
+    positions = torch.linspace(0, 1, steps, dtype=z0.dtype, device=z0.device)
+    segments = torch.lerp(z0[:, None], z1[:, None], positions[:, None])
+    return model.decode(segments.flatten(0, 1)).unflatten(0, (len(x0), steps))
+
+
+@torch.no_grad()
+def interpolation_gap(
+    decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8, pooled: bool = False
+) -> Float[Tensor, "*n"]:
+    """Root mean square over λ of ‖D(z_λ) − λD(z₁) − (1 − λ)D(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-gap``).
+
+    0 for an affine decoder, but for rounding; unchanged if the decoder's output is scaled, rotated or shifted, or if
+    the ends are exchanged; 1/√12 = 0.289 if one end's image is shown up to the middle and the other's from there.
+
+    Args:
+        decoder: any function from latents (n, d) to images (n, …), such as ``VAE.decode``.
+        z0: one end of each pair's segment.
+        z1: the other.
+        steps: the mean over λ is taken at the middles of so many equal parts of [0, 1], 1 for the midpoint alone.
+        pooled: one number for all pairs, the root mean squares taken over them too, above and below the fraction bar:
+            the one that Target Linearity bounds.
+
+    Returns:
+        A float64 tensor, of shape (n,), or of no axes if pooled.
+
+    Raises:
+        ValueError: latents that are not (n, d) on both sides, no pairs, NaN or infinite latents or images, fewer steps
+            than 1; a pair whose ends decode to the same image, but for rounding (pooled: if all pairs do): leave such
+            pairs out by ``decodes_apart``.
+        TypeError: latents that are not floating-point.
+
+    Example:
+        >>> z0, z1 = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 2.0]])
+        >>> interpolation_gap(lambda z: 3 * z + 1, z0, z1).item() < 1e-6
+        True
+        >>> round(interpolation_gap(torch.square, z0, z1, steps=1).item(), 6)
+        0.25
+    """
+    D0, D1 = _decoded_ends(decoder, z0, z1)
+    squares = torch.zeros_like(D0[:, 0])
+    for position, _, D in _decoded_inside(decoder, z0, z1, steps):
+        squares += (D - torch.lerp(D0, D1, position)).square().sum(dim=1)
+    return _relative(squares / steps, D0, D1, _eps(z0), pooled)
+
+
+@torch.no_grad()
+def gap_bound(
+    decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
+) -> Float[Tensor, " n"]:
+    """Root mean square over λ of ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-gap-bound``).
+
+    r = D − A is what an affine map A leaves of the decoder. No ``interpolation_gap`` with the same steps is larger,
+    whatever A.
+
+    Args:
+        decoder: as in ``interpolation_gap``.
+        fit: A, usually ``fit_linear(latents, decoder(latents).flatten(1))``.
+        z0: one end of each pair's segment.
+        z1: the other.
+        steps: as in ``interpolation_gap``.
+
+    Raises:
+        ValueError, TypeError: as in ``interpolation_gap``; a fit to other latents or images than these.
+    """
+    D0, D1 = _decoded_ends(decoder, z0, z1)
+    r0, r1 = (_residual(fit, z, D) for z, D in ((z0, D0), (z1, D1)))
+    squares = torch.zeros_like(r0)
+    for position, z, D in _decoded_inside(decoder, z0, z1, steps):
+        squares += (_residual(fit, z, D) + torch.lerp(r0, r1, position)).square()
+    return _relative(squares / steps, D0, D1, _eps(z0))
+
+
+@torch.no_grad()
+def residual_ratio(
+    decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
+) -> Float[Tensor, ""]:
+    """κ, the root mean square of ‖D − A‖ along the segments over that at their ends (``eq:vae-mean-gap``).
+
+    1 if the affine map fits the decoder between the ends as well as at them. The pooled ``interpolation_gap`` over
+    √((1 − TL)/2) lies between |κ − s| and κ + s, with s² the mean of λ² + (1 − λ)² (2/3) and TL the Target Linearity of
+    latents against their decodings: exactly for all n² ordered pairs of the n latents that A is fitted to, for other
+    pairs but for the sampling error.
+
+    Args: as in ``gap_bound``.
+
+    Raises:
+        ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends.
+    """
+    D0, D1 = _decoded_ends(decoder, z0, z1)
+    ends = (_residual(fit, z0, D0).square().mean() + _residual(fit, z1, D1).square().mean()) / 2
+    if ends == 0:
+        raise ValueError("the affine map leaves nothing of the decoder at the ends: the ratio is undefined")
+    inside = [_residual(fit, z, D).square().mean() for _, z, D in _decoded_inside(decoder, z0, z1, steps)]
+    return (sum(inside) / steps / ends).sqrt()
+
+
+@torch.no_grad()
+def decodes_apart(decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"]) -> Bool[Tensor, " n"]:
+    """Whether the two ends of a pair decode to images further apart than 100 roundings of their norm.
+
+    Args, errors: as in ``interpolation_gap``.
+    """
+    return _apart(*_decoded_ends(decoder, z0, z1), _eps(z0))
+
+
+def _decoded_ends(decoder: Decoder, z0: Tensor, z1: Tensor) -> tuple[Float[Tensor, "n p"], Float[Tensor, "n p"]]:
+    for name, z in (("z0", z0), ("z1", z1)):
+        _check_matrix(name, z, "(n, d), not empty; z[None] for one pair")
+    if z0.shape != z1.shape:
+        raise ValueError(f"z0 has shape {tuple(z0.shape)}, z1 {tuple(z1.shape)}: they must agree")
+    return _decoded(decoder, z0), _decoded(decoder, z1)
+
+
+def _decoded_inside(decoder: Decoder, z0: Tensor, z1: Tensor, steps: int) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """λ, z_λ and D(z_λ) at the middles of equal parts of the segments."""
+    _check_positive("steps", steps)
+    for step in range(steps):
+        position = (step + 0.5) / steps
+        z = torch.lerp(z0, z1, position)
+        yield position, z, _decoded(decoder, z)
+
+
+def _decoded(decoder: Decoder, z: Tensor) -> Float[Tensor, "n p"]:
+    images = decoder(z)
+    if images.ndim < 2 or len(images) != len(z):
+        raise ValueError(f"the decoder made shape {tuple(images.shape)} of latents {tuple(z.shape)}; expected (n, …)")
+    if not images.isfinite().all():
+        raise ValueError(f"the decoder's images of shape {tuple(images.shape)} have NaN or infinite entries")
+    return to_float64(images.flatten(1))
+
+
+def _residual(fit: LinearFit, z: Tensor, D: Float[Tensor, "n p"]) -> Float[Tensor, " n"]:
+    """‖D(z) − A(z)‖ of each latent."""
+    if len(fit.intercept) != D.shape[1]:
+        raise ValueError(f"the decoder has {D.shape[1]} outputs, the fit {len(fit.intercept)}: they must agree")
+    return torch.linalg.vector_norm(D - fit.predict(z), dim=1)
+
+
+def _relative(
+    squares: Float[Tensor, " n"], D0: Float[Tensor, "n p"], D1: Float[Tensor, "n p"], eps: float, pooled: bool = False
+) -> Float[Tensor, "*n"]:
+    """Roots of the squares over the ends' distances."""
+    apart = _apart(D0, D1, eps)
+    if not (apart.any() if pooled else apart.all()):
+        same = (~apart).nonzero().flatten().tolist()
+        raise ValueError(
+            f"the ends of {len(same)} of {len(apart)} pairs, pair {same[0]} for one, decode to the same image but for "
+            "rounding: the gap is undefined; leave them out by decodes_apart(decoder, z0, z1)"
+        )
+    distances = (D1 - D0).square().sum(dim=1)
+    return ((squares.mean() / distances.mean()) if pooled else squares / distances).sqrt()
+
+
+def _apart(D0: Float[Tensor, "n p"], D1: Float[Tensor, "n p"], eps: float) -> Bool[Tensor, " n"]:
+    norms = torch.maximum(torch.linalg.vector_norm(D0, dim=1), torch.linalg.vector_norm(D1, dim=1))
+    return torch.linalg.vector_norm(D1 - D0, dim=1) > _ROUNDINGS * eps * norms
+
+
+def _eps(z: Tensor) -> float:
+    return torch.finfo(z.dtype).eps
+
+
+# ---- what any linear map could do ----
+
+
+def pca_ceiling(targets: Float[Tensor, "n K"], dimensions: int) -> Float[Tensor, ""]:
+    """The fraction of the targets' variance in their top principal components (``eq:vae-ceiling``).
+
+    No affine map from so many dimensions explains more of these targets, whatever the features and however it was
+    fitted: centred, its predictions have at most that rank, and by Eckart and Young no matrix of that rank is nearer to
+    the centred targets than their leading principal components.
+
+    Exact, from the smaller of the (n, n) and (K, K) Gram matrices in float64.
+
+    Raises:
+        ValueError: targets that are not (n, K), empty, constant, or with NaN or infinite entries; dimensions that are
+            no integer of at least 1.
+        TypeError: targets that are not floating-point.
+
+    Example:
+        >>> targets = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+        >>> round(pca_ceiling(targets, 1).item(), 4)
+        0.8
+    """
+    _check_positive("dimensions", dimensions)
+    _check_matrix("targets", targets, "(n, K), not empty, e.g. images.flatten(1)")
+    n, K = targets.shape
+    if (targets == targets[0]).all():
+        raise ValueError(f"the targets of all {n} samples are constant: there is no variance to explain; pass others")
+    if n <= K:
+        rows = centred(targets)
+        gram = rows @ rows.mT
+    else:
+        sums = Sums.zeros(K, 0, to_float64(targets[:1]).device)
+        for chunk in targets.split(_CHUNK_ROWS):
+            sums.add_rows(to_float64(chunk))
+        gram = sums.products
+    variances = torch.linalg.eigvalsh(gram, UPLO="U").clamp_min(0)
+    return variances[-dimensions:].sum() / variances.sum()
+
+
+def _check_matrix(name: str, matrix: Tensor, expected: str) -> None:
+    if not matrix.is_floating_point():
+        raise TypeError(f"{name}: got {matrix.dtype}, pass a floating-point tensor")
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ValueError(f"{name}: got shape {tuple(matrix.shape)}, pass {expected}")
+    if not matrix.isfinite().all():
+        raise ValueError(f"{name}: {int((~matrix.isfinite()).sum())} NaN or infinite entries")
+
+
+def _check_positive(name: str, value: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; pass an integer of at least {least}")
