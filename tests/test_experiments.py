@@ -1,13 +1,21 @@
 """The chapters' experiments on small data, and the tables that are made of stored runs."""
 
+import json
+import math
+
 import pytest
 import torch
+from sklearn.linear_model import LinearRegression
+from sklearn.metrics import r2_score
+from torch.nn.functional import logsigmoid
 
 from gramlin import (
+    VAE,
     agop,
     data,
     fit_linear,
     gram_shift,
+    interpolation_gap,
     matrix_correlation,
     nearest_with_same_gram,
     normalized_surrogate,
@@ -16,17 +24,20 @@ from gramlin import (
 )
 from gramlin.experiments import (
     GRAM_SHIFT,
+    INTERPOLATION,
     LINEARITY,
     UPDATES,
     WHITENING,
     accuracy_difference,
     accuracy_panels,
+    chapter5,
     compare_solvers,
     depth_profiles,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
     halves_table,
+    interpolation_settings,
     kept_table,
     linearity_panels,
     linearity_settings,
@@ -404,3 +415,102 @@ def test_tables_of_linearity_hold_every_layer_and_moment():
 def test_settings_of_chapter_3_repeat_nothing():
     settings = linearity_settings("mnist", [0, 1, 2])
     assert len({str(each) for each in settings}) == len(settings) == 9
+
+
+# ---- Chapter 5 -----------------------------------------------------------------------------------------------------
+
+FAST = {"latent": 4, "hidden": 16, "lr": 1e-2, "batch_size": 16, "epochs": 8, "beta": 0.1}
+
+
+def interpolation_run(**changes) -> dict:
+    return run_once(INTERPOLATION, interpolation_settings("digits", [0])[0] | FAST | changes).metrics
+
+
+def test_chapter_5_measures_what_its_parts_measure():
+    metrics = interpolation_run(epochs=2)
+    # The same run by hand, with scikit-learn's fits.
+    split = data.load("digits")
+    torch.manual_seed(0)
+    model = VAE((1, 8, 8), 4, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = split.train_inputs
+
+    def loss(outputs, images):
+        logits, mean, log_variance = outputs
+        pixels = images * logsigmoid(logits) + (1 - images) * logsigmoid(-logits)
+        return (0.05 * (log_variance.exp() + mean**2 - 1 - log_variance).sum(1) - pixels.sum((1, 2, 3))).mean()
+
+    train(model, optimizer, x, x, epochs=2, batch_size=16, loss=loss)
+    with torch.no_grad():
+        z, z_test = model.encode(x)[0], model.encode(split.test_inputs)[0]
+        rows = {"inputs": (x, split.test_inputs), "decodings": (model.decode(z), model.decode(z_test))}
+        for name, (Y, Y_test) in rows.items():
+            Y, Y_test = Y.flatten(1).double(), Y_test.flatten(1).double()
+            fit = LinearRegression().fit(z.double(), Y)
+            for suffix, H, targets in (("", z, Y), ("_test", z_test, Y_test)):
+                score = r2_score(targets, fit.predict(H.double()), multioutput="variance_weighted")
+                # Two runs of float32 training.
+                assert metrics[f"tl_{name}{suffix}"][-1] == pytest.approx(score, abs=1e-3)
+        order = torch.randperm(360, generator=torch.Generator().manual_seed(0))
+        gaps = interpolation_gap(model.decode, z_test[order[:180]], z_test[order[180:]])
+        same = (split.test_targets[order[:180]] == split.test_targets[order[180:]]).double()
+        error = (split.test_inputs - rows["decodings"][1]).square().sum() / len(order)
+    assert metrics["gap"][-1]["mean"] == pytest.approx(gaps.mean().item(), rel=1e-2)
+    assert metrics["gap"][-1]["median"] == pytest.approx(gaps.median().item(), rel=0.05)
+    assert metrics["gap_within"][-1] == pytest.approx(((gaps @ same) / same.sum()).item(), rel=1e-2)
+    assert metrics["gap_across"][-1] == pytest.approx(((gaps @ (1 - same)) / (1 - same).sum()).item(), rel=1e-2)
+    spread = split.test_inputs.var(dim=0, correction=0).sum()
+    assert metrics["explained"][-1] == pytest.approx(1 - (error / spread).item(), abs=1e-3)
+
+
+def test_a_trained_autoencoder_keeps_the_laws_of_chapter_5():
+    metrics = interpolation_run()
+    lists = {key: values for key, values in metrics.items() if isinstance(values, list)}
+    assert {len(values) for key, values in lists.items() if key != "train_loss"} == {9}
+    assert len(metrics["train_loss"]) == 8
+    assert metrics["epoch"] == list(range(9))
+    assert set(metrics["violations"]) == {0}
+    assert all(g["mean"] <= b["mean"] for g, b in zip(metrics["gap"], metrics["bound"], strict=True))
+    for suffix in ("", "_test"):
+        assert max(metrics[f"tl_inputs{suffix}"]) <= metrics[f"pca_ceiling{suffix}"] + 1e-6
+        assert metrics[f"tl_inputs{suffix}"][-1] > 0.5 * metrics[f"pca_ceiling{suffix}"]
+    assert metrics["reconstruction"][-1] < metrics["reconstruction"][0]
+    assert metrics["active_units"][-1] >= 3
+    assert 0.3 < metrics["explained"][-1] < 1
+    # The statement on the mean, with pairs in place of all pairs: but for the sampling of 180.
+    ratio = metrics["pooled_gap"][-1] / math.sqrt((1 - metrics["tl_decodings_test"][-1]) / 2)
+    assert 0.9 * (metrics["residual_ratio"][-1] - math.sqrt(2 / 3)) < ratio
+    assert ratio < 1.1 * (metrics["residual_ratio"][-1] + math.sqrt(2 / 3))
+    assert len(json.dumps(metrics)) < 60_000
+
+
+def test_a_large_beta_empties_the_latents():
+    metrics = interpolation_run(beta=30.0)
+    assert metrics["active_units"][-1] == 0
+    assert metrics["kl"][-1] < 0.1
+    assert metrics["decoded_variance"][-1] < 0.01
+    assert interpolation_run()["decoded_variance"][-1] > 0.1
+
+
+def test_the_convolutional_autoencoder_runs_and_runs_repeat():
+    metrics = interpolation_run(model="conv", epochs=1)
+    assert metrics == interpolation_run(model="conv", epochs=1)
+    assert metrics["violations"] == [0, 0]
+
+
+def test_without_pairs_that_decode_apart_there_is_no_gap(monkeypatch):
+    monkeypatch.setattr(chapter5, "decodes_apart", lambda decoder, z0, z1: torch.zeros(len(z0), dtype=torch.bool))
+    metrics = interpolation_run(epochs=1)
+    assert metrics["pairs"] == [0, 0]
+    assert metrics["gap"] == metrics["pooled_gap"] == [None, None]
+
+
+def test_settings_of_chapter_5_repeat_nothing_and_are_fewer_for_cifar():
+    assert len({str(each) for each in interpolation_settings("mnist", [0, 1, 2])}) == 18
+    for name in ("cifar10", "cifar10-jpeg"):
+        settings = interpolation_settings(name, [3, 4])
+        assert [(each["beta"], each["seed"], each["epochs"]) for each in settings] == [
+            (0.1, 3, 30),
+            (1.0, 3, 30),
+            (10.0, 3, 30),
+        ]

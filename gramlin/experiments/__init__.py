@@ -29,11 +29,13 @@ from gramlin.experiments.chapter3 import (
     linearity_verdicts,
     measure_linearity,
 )
+from gramlin.experiments.chapter5 import INTERPOLATION, interpolation_settings, measure_interpolation
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
 __all__ = [
     "GRAM_SHIFT",
+    "INTERPOLATION",
     "LINEARITY",
     "UPDATES",
     "WHITENING",
@@ -47,6 +49,7 @@ __all__ = [
     "gram_shift_table",
     "growth_table",
     "halves_table",
+    "interpolation_settings",
     "kept_table",
     "linearity_panels",
     "linearity_settings",
@@ -54,6 +57,7 @@ __all__ = [
     "linearity_verdicts",
     "mean_and_spread",
     "measure_gram_shift",
+    "measure_interpolation",
     "measure_linearity",
     "measure_whitening",
     "paired_interval",
