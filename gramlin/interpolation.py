@@ -11,7 +11,7 @@ points, hence g_λ = r(z_λ) − λr(z₁) − (1 − λ)r(z₀), and by the tri
 law and TL its Target Linearity, and write ‖·‖₂ for the root of the expectation of a squared norm. Then
 ‖D(z₁) − D(z₀)‖₂² = 2V with V the total variance of D(z), ‖r(z)‖₂² = (1 − TL)V, and r(z₀), r(z₁) are independent with
 mean zero, so that ‖λr(z₁) + (1 − λ)r(z₀)‖₂ = s_λ‖r(z)‖₂ with s_λ² = λ² + (1 − λ)². With
-κ_λ = ‖r(z_λ)‖₂/‖r(z)‖₂ the triangle inequality says, both ways (book: ``eq:vae-mean-gap``),
+κ_λ = ‖r(z_λ)‖₂/‖r(z)‖₂ (for TL < 1) the triangle inequality says, both ways (book: ``eq:vae-mean-gap``),
 
     |κ_λ − s_λ| √((1 − TL)/2)  ≤  ‖g_λ‖₂/‖D(z₁) − D(z₀)‖₂  ≤  (κ_λ + s_λ) √((1 − TL)/2),
 
