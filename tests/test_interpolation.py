@@ -211,6 +211,27 @@ def test_no_gap_exceeds_its_bound_whatever_the_affine_map(d, seed, steps):
         assert (gap <= gap_bound(decoder, fit, z0, z1, steps=steps) + TIGHT).all()
 
 
+def test_the_bound_and_the_ratio_are_those_of_a_plain_loop():
+    decoder, (z0, z1, slope, shift) = curved(0, 3), tensors(1, (4, 3), (4, 3), (3, 5), (5,))
+
+    def left(z):
+        return np.linalg.norm((decoder(z[None])[0] - z @ slope - shift).numpy())
+
+    bounds, at_ends, inside = [], [], []
+    for start, end in zip(z0, z1, strict=True):
+        at_ends += [left(start), left(end)]
+        terms = []
+        for weight in (0.1, 0.3, 0.5, 0.7, 0.9):
+            inside.append(left((1 - weight) * start + weight * end))
+            terms.append(inside[-1] + weight * left(end) + (1 - weight) * left(start))
+        distance = (decoder(end[None]) - decoder(start[None])).norm().item()
+        bounds.append(np.sqrt(np.mean(np.square(terms))) / distance)
+    fit = LinearFit(slope, shift, 0.0, 3, False)
+    assert np.allclose(gap_bound(decoder, fit, z0, z1, steps=5), bounds)
+    ratio = np.sqrt(np.mean(np.square(inside)) / np.mean(np.square(at_ends)))
+    assert residual_ratio(decoder, fit, z0, z1, steps=5).item() == pytest.approx(ratio)
+
+
 def test_the_bound_is_reached_and_less_would_be_none():
     # D(z) = (|z|, z/1000) between −1 and 1, A(z) = (1/2, z/1000): residuals of 1/2 at the ends and −1/2 at the middle.
     z, slope, shift = (torch.tensor(x, dtype=torch.float64) for x in ([[1.0]], [[0.0, 1e-3]], [0.5, 0.0]))
