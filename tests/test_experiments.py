@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression
@@ -36,6 +37,7 @@ from gramlin.experiments import (
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
+    growth_table,
     halves_table,
     interpolation_settings,
     kept_table,
@@ -408,8 +410,34 @@ def test_tables_of_linearity_hold_every_layer_and_moment():
     assert depth_profiles(runs, "tl")["digits, SGD"]["end"] == [[0.5, 0.6], [0.5, 0.8]]
     epochs, rows = linearity_panels(runs, "surrogate")["digits, SGD"]["linear2"]
     assert epochs.tolist() == [0, 50, 100]
-    assert rows == [[1.0, 2.0, 4.0]] * 2
+    assert rows.tolist() == [[1.0, 2.0, 4.0]] * 2
+    assert linearity_panels(runs, "surrogate", until=60)["digits, SGD"]["linear2"][0].tolist() == [0, 50]
     assert linearity_panels(runs, "cka") == {"digits, SGD": {}}
+
+
+def test_laws_of_growth_are_told_apart():
+    epochs = np.arange(101)
+    rises = epochs <= 10
+    S = np.where(rises, np.exp(0.7 * epochs), np.exp(7) * (1.1 + 0.001 * epochs))
+    linearity = np.where(rises, 0.3, 0.3 + 0.1 * np.log(np.maximum(epochs, 10) / 10))
+    run = trained([([0.5], [0.5])])[0]
+    run.metrics["step"] = (23 * epochs).tolist()
+    run.metrics["layers"] = {
+        "linear1": {"tl": [0.5] * 101, "surrogate": (2.0**epochs).tolist()},
+        "linear2": {"tl": linearity.tolist(), "surrogate": S.tolist()},
+    }
+    table = growth_table([run]).loc["digits, SGD"]
+    row = table.loc["linear2"]
+    # Half of the largest value, e⁷ · 1.2, comes at epoch 10 (0.83 of it), not yet at 9 (0.41).
+    assert row["rise until epoch"] == 10
+    assert row["S grows by"] == pytest.approx(np.exp(7))
+    assert row["rate, first epoch"] == pytest.approx(0.7)
+    assert row["R²: exponential S, rise"] == pytest.approx(1)
+    assert row["R²: exponential S, run"] < 0.6
+    assert row["R²: logarithmic TL"] == pytest.approx(1)
+    assert row["R²: power law"] < 1 - 1e-4
+    assert table.loc["linear1", "R²: exponential S, run"] == pytest.approx(1)
+    assert np.isnan(table.loc["linear1", "R²: logarithmic TL"])
 
 
 def test_settings_of_chapter_3_repeat_nothing():

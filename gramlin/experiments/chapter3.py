@@ -177,13 +177,24 @@ def _epochs(run: Run) -> np.ndarray:
     return steps * run.settings["epochs"] / steps[-1]
 
 
-def linearity_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple]]:
-    """A measure of every layer that has it, for ``figures.plot_layers_over_training``: the epochs, and a row a run."""
+def linearity_panels(
+    runs: Sequence[Run], measure: str, *, until: float | int = np.inf
+) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """A measure of every layer that has it, for ``figures.plot_layers_over_training``: the epochs, and a row a run.
+
+    Args:
+        runs: of chapter 3.
+        measure: "tl", "tl_test", "surrogate" or "cka".
+        until: the last epoch.
+    """
     panels = {}
     for title, group in _groups(runs).items():
-        layers = {name: each for name, each in group[0].metrics["layers"].items() if measure in each}
+        epochs = _epochs(group[0])
+        shown = epochs <= until
         panels[title] = {
-            name: (_epochs(group[0]), [run.metrics["layers"][name][measure] for run in group]) for name in layers
+            name: (epochs[shown], np.array([run.metrics["layers"][name][measure] for run in group])[:, shown])
+            for name, layer in group[0].metrics["layers"].items()
+            if measure in layer
         }
     return panels
 
@@ -256,35 +267,38 @@ def _direction(larger: np.ndarray, smaller: np.ndarray) -> str:
 def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
     """By what law the surrogate and Target Linearity grow, a row a group and layer: means over seeds.
 
-    The run is cut where the surrogate first reaches half of its largest value: the "rise" before, the rest after.
-    Columns: the epoch of the cut; the factor by which the surrogate grows until then; R² of ln S over time in the rise
-    and over the whole run (1 for exponential growth); R² of Target Linearity over ln time after the rise (1 for
-    logarithmic growth), and for comparison of ln Target Linearity over time. Target Linearity is that of the features
-    which enter the layer; for the input it is constant, and left out.
+    The run is cut where the surrogate first reaches half of its largest value: the rise before, the rest after. Of the
+    rise: its last epoch; the factor by which the surrogate has grown; the rate d ln S/dt, an epoch, in the first epoch
+    and at its largest; and R² of ln S over time, which is 1 for exponential growth. Then the same R² for the whole run.
+    Of the time after the rise, for Target Linearity of the features which enter the layer: R² over ln t, which is 1 for
+    logarithmic growth, t counting from the start of training; and R² of ln(1 − TL) over ln t, 1 for a power law. The
+    input's is constant, so it has neither.
     """
     rows = {}
     for title, group in _groups(runs).items():
         for name, layer in group[0].metrics["layers"].items():
             if "surrogate" in layer:
-                laws = pd.DataFrame([_laws(run, name) for run in group]).mean()
-                rows[title, name] = laws
-    table = pd.DataFrame(rows).T
-    return table.rename_axis(index=["runs", "layer"])
+                rows[title, name] = pd.DataFrame([_laws(run, name) for run in group]).mean()
+    return pd.DataFrame(rows).T.rename_axis(index=["runs", "layer"])
 
 
 def _laws(run: Run, name: str) -> dict[str, float]:
     layer, epochs = run.metrics["layers"][name], _epochs(run)
     S, linearity = np.array(layer["surrogate"]), np.array(layer["tl"])
     cut = int(np.argmax(S / S.max() >= 0.5))
-    after = slice(max(cut, 1), None)
+    rise, after = slice(cut + 1), slice(max(cut, 1), None)
+    whole = np.isin(epochs, np.arange(epochs[-1] + 1))
+    rates = np.diff(np.log(S[whole])) / np.diff(epochs[whole])
     varies = np.ptp(linearity) > 0
     return {
         "rise until epoch": epochs[cut],
         "S grows by": S[cut] / S[0],
-        "exponential S, rise": _r_squared(epochs[: cut + 1], np.log(S[: cut + 1])),
-        "exponential S, run": _r_squared(epochs, np.log(S)),
-        "logarithmic TL, after": _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
-        "exponential TL, after": _r_squared(epochs[after], np.log(linearity[after])) if varies else np.nan,
+        "rate, first epoch": rates[0],
+        "largest rate": rates.max(),
+        "R²: exponential S, rise": _r_squared(epochs[rise], np.log(S[rise])),
+        "R²: exponential S, run": _r_squared(epochs, np.log(S)),
+        "R²: logarithmic TL": _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
+        "R²: power law": _r_squared(np.log(epochs[after]), np.log1p(-linearity[after])) if varies else np.nan,
     }
 
 
