@@ -16,6 +16,7 @@ from gramlin.experiments.chapter2 import (
     halves_table,
     kept_table,
     measure_whitening,
+    split_steps,
     whitening_settings,
     whitening_table,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "paired_interval",
     "run_once",
     "select",
+    "split_steps",
     "sweep",
     "whitening_settings",
     "whitening_table",

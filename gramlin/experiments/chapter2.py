@@ -118,9 +118,19 @@ def measure_whitening(
 
 
 def split_steps(
-    optimizer: torch.optim.Optimizer, layers: dict[str, nn.Module], method: str, last: int
+    optimizer: torch.optim.Optimizer, layers: dict[str, nn.Module], method: str, *, last: int | None = None
 ) -> dict[str, dict[str, list]]:
-    """Attach what the method asks for to the optimizer; returns lists that fill up as it steps."""
+    """Attach what the method asks for to the optimizer; returns lists that fill up as it steps.
+
+    Args:
+        optimizer: over the layers' parameters, and others.
+        layers: all that have a weight, by name; the last is the readout.
+        method: a key of ``UPDATES``.
+        last: the number of the last step, which is watched as the powers of two are.
+
+    Returns:
+        By layer, ``steps``, ``kept``, ``gram_error`` and ``gram_error_floor`` as in ``measure_whitening``.
+    """
     *hidden, readout = layers
     halves = dict.fromkeys(hidden, UPDATES[method][0]) | {readout: UPDATES[method][1]}
     weights = {name: layer.weight for name, layer in layers.items()}
