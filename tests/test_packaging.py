@@ -177,9 +177,10 @@ def test_configuration_has_only_keys_that_jupyter_book_reads():
 # build says so.
 TEX = re.findall(
     r"\w+",
-    "Bigl Bigr Delta Omega Sigma alpha approx begin bigl bigr cdots det dot dots end eta exp frac in infty lVert lambda"
-    " langle ldots le ln mapsto mathbb mathbf mathrm mu nabla ne op partial phi propto qquad quad rVert rangle sigma"
-    " sqrt sum tau text tfrac tilde times to top varepsilon",
+    "Bigl Bigr Delta Lambda Omega Pi Sigma alpha approx begin beta bigl bigr cdot cdots cosh ddot delta det dot "
+    "dots end eta exp frac ge gg in infty lVert lambda langle ldots le ll ln mapsto mathbb mathbf mathrm max min "
+    "mu nabla ne op operatorname partial phi propto qquad quad rVert rangle sigma sinh sqrt sum tau text tfrac "
+    "tilde times to top varepsilon,",
 )
 
 
