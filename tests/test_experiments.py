@@ -405,13 +405,14 @@ def test_the_verdict_on_linearity_follows_its_rule():
 def test_tables_of_linearity_hold_every_layer_and_moment():
     runs = trained([([0.5, 0.4], [0.5, 0.6]), ([0.5, 0.4], [0.5, 0.8])])
     table = linearity_table(runs).loc["digits, SGD"]
-    assert table.columns.tolist() == ["input", "h1"]
+    assert table.columns.tolist() == ["pixels", "h1"]
     assert table.loc["end", "h1"] == "0.700 ± 0.141"
     assert depth_profiles(runs, "tl")["digits, SGD"]["end"] == [[0.5, 0.6], [0.5, 0.8]]
     epochs, rows = linearity_panels(runs, "surrogate")["digits, SGD"]["linear2"]
     assert epochs.tolist() == [0, 50, 100]
     assert rows.tolist() == [[1.0, 2.0, 4.0]] * 2
     assert linearity_panels(runs, "surrogate", until=60)["digits, SGD"]["linear2"][0].tolist() == [0, 50]
+    assert list(linearity_panels(runs, "tl")["digits, SGD"]) == ["pixels", "h1"]
     assert linearity_panels(runs, "cka") == {"digits, SGD": {}}
 
 

@@ -1,6 +1,7 @@
 """Chapter 3: Target Linearity and the surrogate of every layer, over training."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -76,35 +77,40 @@ def measure_linearity(
     layers = {name: {key: [] for key in ("tl", "tl_test", "surrogate", "cka")} for name in names}
     layers["output"] = {"tl": [], "tl_test": []}
     history: dict[str, list] = {"step": [], "test_accuracy": []}
-    constant: dict[str, Moments] = {}  # the input's sums, which training does not change
+    pixels: dict[str, Any] = {}  # the input's sums and values, which training does not change
     step = 0
 
     @torch.no_grad()
     def measure() -> None:
         network.eval()
-        skip = names[0] if constant else None
-        moments = {name: Moments(split.num_classes) for name in layers if name != skip} | constant
+        moments = {name: Moments(split.num_classes) for name in layers if name not in pixels}
         for x, y in _chunks(split.train_inputs, split.train_targets):
             for name, features in _entering(network, x):
-                if name != skip:
+                if name in moments:
                     moments[name].update(features, y)
-        constant[names[0]] = moments[names[0]]
         held_out = {name: HeldOut(fit_of(each)) for name, each in moments.items()}
         for x, y in _chunks(split.test_inputs, split.test_targets):
             for name, features in _entering(network, x):
-                held_out[name].update(features, y)
+                if name in moments:
+                    held_out[name].update(features, y)
         for name, each in moments.items():
             layers[name]["tl"].append(linearity_of(each).item())
             layers[name]["tl_test"].append(held_out[name].score().item())
-            layer = getattr(network, name, None)
+        if pixels:
+            for key in ("tl", "tl_test"):
+                layers[names[0]][key].append(layers[names[0]][key][0])
+        else:
+            pixels[names[0]] = _sums(moments[names[0]])
+        for name in names:
+            layer = getattr(network, name)
             if isinstance(layer, nn.Linear):
+                n, fractions, cross, scatter = pixels[name] if name in pixels else _sums(moments[name])
                 weight = layer.weight.double()
-                cross, scatter = weight @ each.cross, weight @ each.scatter @ weight.mT
-                overlap = cross.square().sum()
-                fractions = each.target_mean
-                of_targets = each.count * (fractions.diag() - fractions.outer(fractions)).norm()
-                layers[name]["surrogate"].append((overlap / each.count**2).item())
-                layers[name]["cka"].append((overlap / (scatter.norm() * of_targets)).item())
+                overlap = (weight @ cross).square().sum()
+                spread = (weight @ scatter @ weight.mT).norm()
+                of_targets = n * (fractions.diag() - fractions.outer(fractions)).norm()
+                layers[name]["surrogate"].append((overlap / n**2).item())
+                layers[name]["cka"].append((overlap / (spread * of_targets)).item())
         history["step"].append(step)
         history["test_accuracy"].append(accuracy(network, split.test_inputs, split.test_targets))
         network.train()
@@ -124,6 +130,11 @@ def measure_linearity(
     rows = train(network, optimizer, split.train_inputs, split.train_targets, **options)
     layers = {name: {key: values for key, values in each.items() if values} for name, each in layers.items()}
     return {**history, "train_loss": [row["train_loss"] for row in rows[1:]], "layers": layers}
+
+
+def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
+    """What the surrogate and CKA need: n, the classes' shares, the cross moments and the scatter of the features."""
+    return moments.count, moments.target_mean, moments.cross, moments.scatter
 
 
 def _chunks(inputs: Tensor, targets: Tensor) -> zip:
@@ -182,6 +193,8 @@ def linearity_panels(
 ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """A measure of every layer that has it, for ``figures.plot_layers_over_training``: the epochs, and a row a run.
 
+    Target Linearity is of features, which have their own names: "pixels", "h1", "h2" and so on, and "output".
+
     Args:
         runs: of chapter 3.
         measure: "tl", "tl_test", "surrogate" or "cka".
@@ -192,11 +205,19 @@ def linearity_panels(
         epochs = _epochs(group[0])
         shown = epochs <= until
         panels[title] = {
-            name: (epochs[shown], np.array([run.metrics["layers"][name][measure] for run in group])[:, shown])
-            for name, layer in group[0].metrics["layers"].items()
+            (_features_of(index, name) if measure in ("tl", "tl_test") else name): (
+                epochs[shown],
+                np.array([run.metrics["layers"][name][measure] for run in group])[:, shown],
+            )
+            for index, (name, layer) in enumerate(group[0].metrics["layers"].items())
             if measure in layer
         }
     return panels
+
+
+def _features_of(index: int, layer: str) -> str:
+    """The name of the features that enter the layer."""
+    return "output" if layer == "output" else f"h{index}" if index else "pixels"
 
 
 def _profile(run: Run, measure: str, share: float) -> list[float]:
@@ -224,9 +245,8 @@ def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
             ("end, held-out", "tl_test", 1.0),
         ):
             profiles = np.array([_profile(run, measure, share) for run in group])
-            names = ["input", *(f"h{index}" for index in range(1, profiles.shape[1]))]
             rows[title, moment] = {
-                name: mean_and_spread(list(column)) for name, column in zip(names, profiles.T, strict=True)
+                _features_of(index, ""): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
             }
     index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "moment"])
     return pd.DataFrame(list(rows.values()), index=index)
