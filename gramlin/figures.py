@@ -325,11 +325,13 @@ def _depth_colors(layers: Sequence[str]) -> dict[str, tuple]:
     return {name: tuple(shade) for name, shade in zip(layers, shades, strict=True)}
 
 
-def _grid(panels: int, columns: int = 2) -> tuple[Figure, np.ndarray]:
-    """Axes for so many panels, with the superfluous ones hidden."""
-    columns = min(columns, panels)
+def _grid(panels: int) -> tuple[Figure, np.ndarray]:
+    """Axes for so many panels, two or, for more than four, three in a row; superfluous ones are hidden."""
+    columns, width, height = (min(2, panels), 3.5, 2.7) if panels <= 4 else (3, 2.6, 2.2)
     rows = -(-panels // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.5 * columns + 0.4, 2.7 * rows + 0.6), squeeze=False)
+    figure, grid = plt.subplots(rows, columns, figsize=(width * columns + 0.4, height * rows + 0.6), squeeze=False)
+    if panels > 4:
+        figure.set_dpi(96)  # many lines: keeps the file below the 150 kB of a committed figure
     for axes in grid.flat[panels:]:
         axes.set_visible(False)
     return figure, grid
@@ -390,7 +392,8 @@ def plot_layers_over_training(
         for name, (epochs, rows) in layers.items():
             mean, spread = np.mean(rows, axis=0), np.std(rows, axis=0, ddof=1) if len(rows) > 1 else 0
             axes.plot(epochs, mean, color=colors[name], label=name, linewidth=1.5)
-            axes.fill_between(epochs, mean - 2 * spread, mean + 2 * spread, color=colors[name], alpha=0.2, linewidth=0)
+            if len(rows) > 1:
+                axes.fill_between(epochs, mean - 2 * spread, mean + 2 * spread, color=colors[name], alpha=0.2, lw=0)
             if dashed:
                 epochs, rows = dashed[title][name]
                 axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)
