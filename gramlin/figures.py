@@ -379,6 +379,8 @@ def plot_layers_over_training(
 ) -> Figure:
     """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
 
+    On a logarithmic axis mean and sd are those of the logarithm.
+
     Args:
         panels: by title, by layer from the input on: the epochs, and a row of values a run.
         dashed: more of the same, for a second kind of line in the same panels; without spread.
@@ -390,10 +392,14 @@ def plot_layers_over_training(
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
         colors = _depth_colors(list(layers))
         for name, (epochs, rows) in layers.items():
-            mean, spread = np.mean(rows, axis=0), np.std(rows, axis=0, ddof=1) if len(rows) > 1 else 0
-            axes.plot(epochs, mean, color=colors[name], label=name, linewidth=1.5)
+            rows = np.log(rows) if log_values else np.asarray(rows)
+            shown = np.exp if log_values else np.asarray
+            mean = rows.mean(axis=0)
+            axes.plot(epochs, shown(mean), color=colors[name], label=name, linewidth=1.5)
             if len(rows) > 1:
-                axes.fill_between(epochs, mean - 2 * spread, mean + 2 * spread, color=colors[name], alpha=0.2, lw=0)
+                spread = 2 * rows.std(axis=0, ddof=1)
+                band = shown(mean - spread), shown(mean + spread)
+                axes.fill_between(epochs, *band, color=colors[name], alpha=0.2, linewidth=0)
             if dashed:
                 epochs, rows = dashed[title][name]
                 axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)
