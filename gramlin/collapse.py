@@ -35,7 +35,7 @@ Measures = dict[str, Float[Tensor, ""]]
 def neural_collapse(
     features: Features, targets: Classes, weight: Float[Tensor, "K d"] | None = None, *, num_classes: int | None = None
 ) -> Measures:
-    """How far features have collapsed: all is 0 at collapse, and ``target_linearity`` 1 (``eq:collapse-measures``).
+    """How far features have collapsed: all is 0 at collapse, and ``target_linearity`` 1.
 
     The measures:
         ``nc1``: tr(Σ_W Σ_B⁺)/K, with Σ_W = (1/n) Σ_i (h_i − μ_c)(h_i − μ_c)ᵀ, an average over *samples*, and
@@ -49,7 +49,7 @@ def neural_collapse(
         ``nc3``: as in ``self_duality``; only with ``weight``.
         ``target_linearity``: ``gramlin.target_linearity`` without ridge.
 
-    Collapse forces linearity (``prf:collapse-bound``): if M has rank K − 1, then ``target_linearity`` ≥ g/(g + ``nc1``)
+    Collapse forces linearity: if M has rank K − 1, then ``target_linearity`` ≥ g/(g + ``nc1``)
     with g = 1 − Σ_c (n_c/n)², which is (K − 1)/K for balanced classes. Linearity does not force collapse.
 
     Args:
@@ -96,7 +96,7 @@ def collapse_of(moments: Moments, weight: Float[Tensor, "K d"] | None = None) ->
 
 
 def variability_of(moments: Moments) -> Float[Tensor, ""]:
-    """``nc1`` of ``neural_collapse``: tr(Σ_W Σ_B⁺)/K = tr(Σ_W (MᵀM)⁺) (``eq:collapse-nc1``)."""
+    """``nc1`` of ``neural_collapse``: tr(Σ_W Σ_B⁺)/K = tr(Σ_W (MᵀM)⁺)."""
     M = _centred_means(moments.class_means)
     _, variations, directions = torch.linalg.svd(M, full_matrices=False)
     rank = int((variations[: len(M) - 1] > _RANK_CUTOFF * variations[0]).sum())
@@ -125,7 +125,7 @@ def check_classes(moments: Moments) -> None:
 
 
 def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
-    """Coefficient of variation of ‖μ_c − μ_G‖: standard deviation (over K) by mean (``eq:collapse-equinorm``).
+    """Coefficient of variation of ‖μ_c − μ_G‖: standard deviation (over K) by mean.
 
     Args:
         class_means: μ_c (K, d), not centred.
@@ -139,7 +139,7 @@ def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
 
 
 def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
-    """Standard deviation (over pairs) of the cosines between μ_c − μ_G (``eq:collapse-equiangular``).
+    """Standard deviation (over pairs) of the cosines between μ_c − μ_G.
 
     Where norms are equal and it is 0, the cosines are all −1/(K − 1), since the rows of M sum to zero. NaN if a class
     mean is at the centre, where it has no direction; 0 for two classes.
@@ -154,7 +154,7 @@ def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
 
 
 def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
-    """‖MMᵀ/‖MMᵀ‖_F − (I − 11ᵀ/K)/√(K − 1)‖_F: from a simplex equiangular tight frame (``eq:collapse-etf``).
+    """‖MMᵀ/‖MMᵀ‖_F − (I − 11ᵀ/K)/√(K − 1)‖_F: from a simplex equiangular tight frame.
 
     0 exactly if the class means are the corners of a regular simplex, of any size and place. Its square is
     2 − 2√(r/(K − 1)), with r the participation ratio of the variances of M, (Σ s²)²/Σ s⁴ ≤ K − 1: it sees how evenly
@@ -170,7 +170,7 @@ def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
 
 
 def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Float[Tensor, ""]:
-    """‖W/‖W‖_F − M/‖M‖_F‖_F: how far the classifier is from the class means (``eq:collapse-self-duality``).
+    """‖W/‖W‖_F − M/‖M‖_F‖_F: how far the classifier is from the class means.
 
     0 if W is a positive multiple of M, √2 if they are orthogonal, 2 if it is a negative one. The class means are
     centred here, the weight is taken as it is. With cross-entropy a row that all classes' weights share changes no
@@ -239,7 +239,7 @@ def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> 
 def nearest_class_mean_disagreement(
     features: Features, predictions: Classes, class_means: ClassMeans
 ) -> Float[Tensor, ""]:
-    """Fraction of samples whose predicted class is not that of the nearest class mean (NC4, ``eq:collapse-nc4``).
+    """Fraction of samples whose predicted class is not that of the nearest class mean (NC4).
 
     Distances are Euclidean. It needs a second pass over the data, once class means are known: for batches, average
     with their sizes as weights. A classifier's bias is in its predictions.

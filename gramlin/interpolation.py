@@ -5,13 +5,13 @@ g_λ = D(z_λ) − λD(z₁) − (1 − λ)D(z₀): what interpolating latents s
 
 **The gap is the gap of the residual.** Let A be any affine map and r = D − A. The gap of A is zero at three collinear
 points, hence g_λ = r(z_λ) − λr(z₁) − (1 − λ)r(z₀), and by the triangle inequality
-‖g_λ‖ ≤ ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖ (book: ``eq:vae-gap-bound``).
+‖g_λ‖ ≤ ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖.
 
 **On average it is Target Linearity.** Let z₀, z₁ be independent draws of one law, A the best affine fit of D under that
 law and TL its Target Linearity, and write ‖·‖₂ for the root of the expectation of a squared norm. Then
 ‖D(z₁) − D(z₀)‖₂² = 2V with V the total variance of D(z), ‖r(z)‖₂² = (1 − TL)V, and r(z₀), r(z₁) are independent with
 mean zero, so that ‖λr(z₁) + (1 − λ)r(z₀)‖₂ = s_λ‖r(z)‖₂ with s_λ² = λ² + (1 − λ)². With
-κ_λ = ‖r(z_λ)‖₂/‖r(z)‖₂ (for TL < 1) the triangle inequality says, both ways (book: ``eq:vae-mean-gap``),
+κ_λ = ‖r(z_λ)‖₂/‖r(z)‖₂ (for TL < 1) the triangle inequality says, both ways,
 
     |κ_λ − s_λ| √((1 − TL)/2)  ≤  ‖g_λ‖₂/‖D(z₁) − D(z₀)‖₂  ≤  (κ_λ + s_λ) √((1 − TL)/2),
 
@@ -21,7 +21,7 @@ is too near the centre), and only where the affine fit is no worse there (κ ≤
 The statement holds exactly for a sample too, with the fit to it and all its n² ordered pairs.
 
 **For inputs.** Where the decoder reconstructs, D(z) ≈ x, the Target Linearity TL_x of latents against inputs bounds the
-same residual: the best fit A is no worse a fit of D than the best fit of x is, hence (book: ``eq:vae-inputs``)
+same residual: the best fit A is no worse a fit of D than the best fit of x is, hence
 √((1 − TL)V) ≤ ‖D(z) − x‖₂ + √((1 − TL_x)V_x), V_x the total variance of x.
 """
 
@@ -158,7 +158,7 @@ class VAE(nn.Module):
     def elbo_terms(
         self, images: Float[Tensor, "n *image"], generator: torch.Generator | None = None
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """−ln p(x|z) for one draw of z, and KL(q(z|x) ‖ N(0, I)), of each image in nats (``eq:vae-elbo``).
+        """−ln p(x|z) for one draw of z, and KL(q(z|x) ‖ N(0, I)), of each image in nats.
 
         Their sum is minus the evidence lower bound. Errors as in ``encode``.
         """
@@ -198,7 +198,7 @@ def negative_elbo(
     images: Float[Tensor, "n *image"],
     beta: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Mean over images of −ln p(x|z) + β KL(q(z|x) ‖ N(0, I)), in nats (``eq:vae-elbo``): the loss of a ``VAE``.
+    """Mean over images of −ln p(x|z) + β KL(q(z|x) ‖ N(0, I)), in nats: the loss of a ``VAE``.
 
     Args:
         outputs: of the model, (logits, mean, log-variance).
@@ -273,7 +273,7 @@ def interpolate(
 def interpolation_gap(
     decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8, pooled: bool = False
 ) -> Float[Tensor, "*n"]:
-    """Root mean square over λ of ‖D(z_λ) − λD(z₁) − (1 − λ)D(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-gap``).
+    """Root mean square over λ of ‖D(z_λ) − λD(z₁) − (1 − λ)D(z₀)‖, over ‖D(z₁) − D(z₀)‖.
 
     0 for an affine decoder, but for rounding; unchanged if the decoder's output is scaled, rotated or shifted, or if
     the ends are exchanged; 1/√12 = 0.289 if one end's image is shown up to the middle and the other's from there.
@@ -314,7 +314,7 @@ def interpolation_gap(
 def gap_bound(
     decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
 ) -> Float[Tensor, " n"]:
-    """Root mean square over λ of ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-gap-bound``).
+    """Root mean square over λ of ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖, over ‖D(z₁) − D(z₀)‖.
 
     r = D − A is what an affine map A leaves of the decoder. No ``interpolation_gap`` with the same steps is larger,
     whatever A.
@@ -341,7 +341,7 @@ def gap_bound(
 def residual_ratio(
     decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
 ) -> Float[Tensor, ""]:
-    """κ, the root mean square of ‖D − A‖ along the segments over that at their ends (``eq:vae-mean-gap``).
+    """κ, the root mean square of ‖D − A‖ along the segments over that at their ends.
 
     1 if the affine map fits the decoder between the ends as well as at them. The pooled ``interpolation_gap`` over
     √((1 − TL)/2) lies between |κ − s| and κ + s, with s² the mean of λ² + (1 − λ)² (2/3) and TL the Target Linearity of
@@ -431,7 +431,7 @@ def _eps(z: Tensor) -> float:
 
 
 def pca_ceiling(targets: Float[Tensor, "n K"], dimensions: int) -> Float[Tensor, ""]:
-    """The fraction of the targets' variance in their top principal components (``eq:vae-ceiling``).
+    """The fraction of the targets' variance in their top principal components.
 
     No affine map from so many dimensions explains more of these targets, whatever the features and however it was
     fitted: centred, its predictions have at most that rank, and by Eckart and Young no matrix of that rank is nearer to

@@ -38,7 +38,7 @@ def target_linearity(
     num_classes: int | None = None,
     per_output: bool = False,
 ) -> Float[Tensor, "*scores"]:
-    """1 − ‖Y − Ŷ‖²_F/‖Y − Ȳ‖²_F, Ŷ the ridge prediction of Y from H with intercept (``eq:linearity``).
+    """1 − ‖Y − Ŷ‖²_F/‖Y − Ȳ‖²_F, Ŷ the ridge prediction of Y from H with intercept (``eq:tl-definition``).
 
     The fraction of the targets' variance that an affine function of the features explains, on the data it is fitted
     on: in [0, 1] but for rounding; 1 if the targets are affine in the features. Always 1 if n − 1 ≤ d features are in
@@ -445,7 +445,7 @@ class TargetLinearity(MomentsMetric):
 def surrogate(
     features: Features, weight: Float[Tensor, "k d"], targets: Targets, *, num_classes: int | None = None
 ) -> Float[Tensor, ""]:
-    """(1/K)‖W HᵀY‖²_F with H and Y centred: the squared covariance of targets and pre-activations (``eq:surrogate``).
+    """(1/K)‖W HᵀY‖²_F, H and Y centred: the squared covariance of targets and pre-activations (``eq:tl-surrogate``).
 
     Sums over samples are not divided by n: the value grows as n². K times the value over (n − 1)² is the linear HSIC
     of the pre-activations Z = HWᵀ and Y. A bias changes nothing.

@@ -441,6 +441,10 @@ def test_laws_of_growth_are_told_apart():
     assert np.isnan(table.loc["linear1", "R²: logarithmic TL"])
 
 
+def test_tables_of_no_runs_are_empty():
+    assert all(table([]).empty for table in (growth_table, linearity_table, linearity_verdicts))
+
+
 def test_settings_of_chapter_3_repeat_nothing():
     settings = linearity_settings("mnist", [0, 1, 2])
     assert len({str(each) for each in settings}) == len(settings) == 9

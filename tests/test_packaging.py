@@ -196,3 +196,11 @@ def test_tex_of_the_pages_is_balanced_and_uses_known_commands():
             assert used <= known, f"{where}: unknown TeX {used - known}"
             for left, right in (("\\Bigl", "\\Bigr"), ("\\bigl", "\\bigr"), ("\\begin{", "\\end{"), ("{", "}")):
                 assert cell.source.count(left) == cell.source.count(right), f"{where}: {left} without {right}"
+
+
+def test_labels_that_docstrings_cite_are_in_the_book():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "book").glob("*.ipynb"))
+    defined = set(re.findall(r":label: (eq:[a-z0-9-]+)", pages))
+    for path in (ROOT / "gramlin").rglob("*.py"):
+        cited = set(re.findall(r"``(eq:[a-z0-9-]+)``", path.read_text(encoding="utf-8")))
+        assert cited <= defined, f"{path.name} cites {cited - defined}"

@@ -221,7 +221,7 @@ def _features_of(index: int, layer: str) -> str:
 
 
 def _profile(run: Run, measure: str, share: float) -> list[float]:
-    """The measure of what enters each layer, at this share of the run."""
+    """The measure of what enters each layer, at this share of the run: a value a layer, from the input on."""
     at = int(np.argmin(np.abs(_epochs(run) - share * run.settings["epochs"])))
     return [each[measure][at] for name, each in run.metrics["layers"].items() if name != "output"]
 
@@ -298,11 +298,24 @@ def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
     for title, group in _groups(runs).items():
         for name, layer in group[0].metrics["layers"].items():
             if "surrogate" in layer:
-                rows[title, name] = pd.DataFrame([_laws(run, name) for run in group]).mean()
-    return pd.DataFrame(rows).T.rename_axis(index=["runs", "layer"])
+                rows[title, name] = np.mean([_laws(run, name) for run in group], axis=0)
+    index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "layer"])
+    return pd.DataFrame(list(rows.values()), index=index, columns=_LAWS)
 
 
-def _laws(run: Run, name: str) -> dict[str, float]:
+_LAWS = [
+    "rise until epoch",
+    "S grows by",
+    "rate, first epoch",
+    "largest rate",
+    "R²: exponential S, rise",
+    "R²: exponential S, run",
+    "R²: logarithmic TL",
+    "R²: power law",
+]
+
+
+def _laws(run: Run, name: str) -> list[float]:
     layer, epochs = run.metrics["layers"][name], _epochs(run)
     S, linearity = np.array(layer["surrogate"]), np.array(layer["tl"])
     cut = int(np.argmax(S / S.max() >= 0.5))
@@ -310,16 +323,16 @@ def _laws(run: Run, name: str) -> dict[str, float]:
     whole = np.isin(epochs, np.arange(epochs[-1] + 1))
     rates = np.diff(np.log(S[whole])) / np.diff(epochs[whole])
     varies = np.ptp(linearity) > 0
-    return {
-        "rise until epoch": epochs[cut],
-        "S grows by": S[cut] / S[0],
-        "rate, first epoch": rates[0],
-        "largest rate": rates.max(),
-        "R²: exponential S, rise": _r_squared(epochs[rise], np.log(S[rise])),
-        "R²: exponential S, run": _r_squared(epochs, np.log(S)),
-        "R²: logarithmic TL": _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
-        "R²: power law": _r_squared(np.log(epochs[after]), np.log1p(-linearity[after])) if varies else np.nan,
-    }
+    return [
+        epochs[cut],
+        S[cut] / S[0],
+        rates[0],
+        rates.max(),
+        _r_squared(epochs[rise], np.log(S[rise])),
+        _r_squared(epochs, np.log(S)),
+        _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
+        _r_squared(np.log(epochs[after]), np.log1p(-linearity[after])) if varies else np.nan,
+    ]
 
 
 def _r_squared(x: np.ndarray, y: np.ndarray) -> float:
