@@ -83,11 +83,16 @@ def plot_fixed_time(lrs: ArrayLike, gap: ArrayLike) -> Figure:
     return figure
 
 
-def _mean_and_spread(axes: Axes, x: ArrayLike, rows: ArrayLike, color: ColorType, label: str) -> None:
-    rows = np.asarray(rows)
-    mean, spread = rows.mean(axis=0), rows.std(axis=0, ddof=1) if len(rows) > 1 else 0 * rows[0]
-    axes.plot(x, mean, "o-", color=color, label=label, markersize=3)
-    axes.fill_between(x, mean - 2 * spread, mean + 2 * spread, color=color, alpha=0.2, linewidth=0)
+def _mean_and_spread(
+    axes: Axes, x: ArrayLike, rows: ArrayLike, color: ColorType, label: str, *, marker: str = "o", log: bool = False
+) -> None:
+    """Draw the mean ± 2 sd over rows, with ``log`` of their logarithm; of one row, the row."""
+    rows, shown = (np.log(rows), np.exp) if log else (np.asarray(rows), np.asarray)
+    mean = rows.mean(axis=0)
+    axes.plot(x, shown(mean), marker=marker, color=color, label=label, markersize=3)
+    if len(rows) > 1:
+        spread = 2 * rows.std(axis=0, ddof=1)
+        axes.fill_between(x, shown(mean - spread), shown(mean + spread), color=color, alpha=0.2, linewidth=0)
 
 
 def plot_correlations(panels: dict[str, Sequence[dict]]) -> Figure:
@@ -392,14 +397,7 @@ def plot_layers_over_training(
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
         colors = _depth_colors(list(layers))
         for name, (epochs, rows) in layers.items():
-            rows = np.log(rows) if log_values else np.asarray(rows)
-            shown = np.exp if log_values else np.asarray
-            mean = rows.mean(axis=0)
-            axes.plot(epochs, shown(mean), color=colors[name], label=name, linewidth=1.5)
-            if len(rows) > 1:
-                spread = 2 * rows.std(axis=0, ddof=1)
-                band = shown(mean - spread), shown(mean + spread)
-                axes.fill_between(epochs, *band, color=colors[name], alpha=0.2, linewidth=0)
+            _mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
             if dashed:
                 epochs, rows = dashed[title][name]
                 axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)

@@ -487,6 +487,13 @@ def normalized_surrogate(
     return (Y.mT @ Z).square().sum() / (_gram_norm(Z) * _gram_norm(Y))
 
 
+def alignment_of(
+    cross: Float[Tensor, "k K"], scatter: Float[Tensor, "k k"], target_scatter: Float[Tensor, "K K"]
+) -> Float[Tensor, ""]:
+    """``normalized_surrogate`` from ZᵀY, ZᵀZ and YᵀY, all centred: ‖ZᵀY‖²_F/(‖ZᵀZ‖_F ‖YᵀY‖_F) (``eq:tl-cka``)."""
+    return cross.square().sum() / (scatter.norm() * target_scatter.norm())
+
+
 def _centred_preactivations(
     features: Features, weight: Float[Tensor, "k d"], targets: Targets, num_classes: int | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n K"]]:

@@ -484,6 +484,12 @@ class Moments:
         return self._by_class()[0]
 
     @property
+    def class_scatter(self) -> Float[Tensor, "K K"]:
+        """Σ (y − ȳ)(y − ȳ)ᵀ of the one-hot targets, diag(n_c) − n_c n_cᵀ/n; only for classes."""
+        counts = self.class_counts
+        return counts.diag() - counts.outer(counts) / self.count
+
+    @property
     def class_means(self) -> Float[Tensor, "K d"]:
         """μ_c, zero for a class without samples; only for classes."""
         return self._by_class()[1]

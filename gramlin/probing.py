@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gramlin.collapse import MEASURES, check_classes
 from gramlin.hooks import SUPPORTED_LAYERS, check_layer
-from gramlin.linearity import HeldOut, LinearFit, fit_of, linearity_of
+from gramlin.linearity import HeldOut, LinearFit, alignment_of, fit_of, linearity_of
 from gramlin.moments import Moments, target_matrix
 
 POSITIONS = ("pool", "flatten")
@@ -75,12 +75,8 @@ def _alignment(sums: LayerSums) -> float:
     rows = sums.moments["output_rows"]
     if not rows.squares.any():
         return math.nan
-    if rows.are_classes:  # one-hot: the scatter of the targets follows from the counts
-        fractions = rows.target_mean
-        target_scatter = rows.count * (fractions.diag() - torch.outer(fractions, fractions))
-    else:
-        target_scatter = sums.moments["target_rows"].scatter
-    return (rows.cross.square().sum() / (rows.scatter.norm() * target_scatter.norm())).item()
+    target_scatter = rows.class_scatter if rows.are_classes else sums.moments["target_rows"].scatter
+    return alignment_of(rows.cross, rows.scatter, target_scatter).item()
 
 
 def _collapse(name: str) -> LayerMetric:

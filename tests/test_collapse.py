@@ -29,16 +29,14 @@ from gramlin import (
 )
 from gramlin.collapse import MEASURES
 from gramlin.moments import Moments
+from tests.drawing import few, seeds, tensors
 
 # Singular vectors of float64 class means, and pseudo-inverses of well-conditioned sums.
 TIGHT = 1e-10
 
-seeds = st.integers(0, 2**31 - 1)
-few = settings(max_examples=25, deadline=None, derandomize=True)
-
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return tensors(seed, shape)[0]
 
 
 def clusters(seed: int, counts: list[int], d: int, spread: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:

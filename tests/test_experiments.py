@@ -430,15 +430,15 @@ def test_laws_of_growth_are_told_apart():
     table = growth_table([run]).loc["digits, SGD"]
     row = table.loc["linear2"]
     # Half of the largest value, e⁷ · 1.2, comes at epoch 10 (0.83 of it), not yet at 9 (0.41).
-    assert row["rise until epoch"] == 10
+    assert row["until epoch"] == 10
     assert row["S grows by"] == pytest.approx(np.exp(7))
-    assert row["rate, first epoch"] == pytest.approx(0.7)
-    assert row["R²: exponential S, rise"] == pytest.approx(1)
-    assert row["R²: exponential S, run"] < 0.6
-    assert row["R²: logarithmic TL"] == pytest.approx(1)
-    assert row["R²: power law"] < 1 - 1e-4
-    assert table.loc["linear1", "R²: exponential S, run"] == pytest.approx(1)
-    assert np.isnan(table.loc["linear1", "R²: logarithmic TL"])
+    assert row["first rate"] == pytest.approx(0.7)
+    assert row["R² exp, rise"] == pytest.approx(1)
+    assert row["R² exp, run"] < 0.6
+    assert row["R² log"] == pytest.approx(1)
+    assert row["R² power"] < 1 - 1e-4
+    assert table.loc["linear1", "R² exp, run"] == pytest.approx(1)
+    assert np.isnan(table.loc["linear1", "R² log"])
 
 
 def test_tables_of_no_runs_are_empty():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,18 +23,12 @@ from gramlin import (
 )
 from gramlin.gram import relative_error
 from gramlin.hooks import input_rows, output_rows, record, weight_matrix
+from tests.drawing import few, seeds, tensors
 
 # Identities are checked in float64 against the norm of the sides: a few hundred roundings of 1e-16.
 TIGHT = 1e-12
 
 sizes = st.integers(1, 7)
-seeds = st.integers(0, 2**31 - 1)
-few = settings(max_examples=40, deadline=None)
-
-
-def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def assert_equation_holds(model: nn.Module, inputs: torch.Tensor, loss_of) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 from torch.distributions import Bernoulli, Normal, kl_divergence
@@ -26,17 +26,10 @@ from gramlin import (
 )
 from gramlin.linearity import LinearFit
 from gramlin.training import train
+from tests.drawing import few, seeds, tensors
 
 # Float64 sums of a few hundred numbers of order 1.
 TIGHT = 1e-12
-
-seeds = st.integers(0, 2**31 - 1)
-few = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def curved(seed: int, d: int, outputs: tuple[int, ...] = (5,)):

@@ -9,26 +9,20 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 from torchmetrics import MetricCollection
 
 from gramlin import TargetLinearity, fit_linear, normalized_surrogate, surrogate, target_linearity
+from tests.drawing import few, seeds, tensors
 
 # Eigenvectors of float64 sums of well-conditioned features.
 TIGHT = 1e-10
 
 sizes = st.integers(1, 7)
-seeds = st.integers(0, 2**31 - 1)
 ridges = st.sampled_from([0.0, 0.03, 2.0, 100.0])
-few = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def data(seed: int, n: int, d: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:

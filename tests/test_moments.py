@@ -5,22 +5,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gramlin import Moments
 from gramlin.moments import Sums, target_matrix
+from tests.drawing import few, seeds, tensors
 
 # Sums of a few hundred float64 numbers of size 1.
 TIGHT = 1e-12
 
-seeds = st.integers(0, 2**31 - 1)
-few = settings(max_examples=25, deadline=None, derandomize=True)
-
 
 def data(seed: int, n: int, d: int, K: int, mean: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    H, Y = (torch.randn(n, width, generator=generator, dtype=torch.float64) for width in (d, K))
+    H, Y = tensors(seed, (n, d), (n, K))
     return H + mean, Y + H[:, :1]
 
 

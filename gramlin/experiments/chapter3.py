@@ -13,7 +13,7 @@ from gramlin import data
 from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval
 from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.hooks import SUPPORTED_LAYERS
-from gramlin.linearity import HeldOut, fit_of, linearity_of
+from gramlin.linearity import HeldOut, alignment_of, fit_of, linearity_of
 from gramlin.models import CNN, MLP
 from gramlin.moments import Moments
 from gramlin.results import Run
@@ -104,13 +104,10 @@ def measure_linearity(
         for name in names:
             layer = getattr(network, name)
             if isinstance(layer, nn.Linear):
-                n, fractions, cross, scatter = pixels[name] if name in pixels else _sums(moments[name])
-                weight = layer.weight.double()
-                overlap = (weight @ cross).square().sum()
-                spread = (weight @ scatter @ weight.mT).norm()
-                of_targets = n * (fractions.diag() - fractions.outer(fractions)).norm()
-                layers[name]["surrogate"].append((overlap / n**2).item())
-                layers[name]["cka"].append((overlap / (spread * of_targets)).item())
+                n, cross, scatter, of_targets = pixels[name] if name in pixels else _sums(moments[name])
+                W = layer.weight.double()
+                layers[name]["surrogate"].append(((W @ cross).square().sum() / n**2).item())
+                layers[name]["cka"].append(alignment_of(W @ cross, W @ scatter @ W.mT, of_targets).item())
         history["step"].append(step)
         history["test_accuracy"].append(accuracy(network, split.test_inputs, split.test_targets))
         network.train()
@@ -133,8 +130,8 @@ def measure_linearity(
 
 
 def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
-    """What the surrogate and CKA need: n, the classes' shares, the cross moments and the scatter of the features."""
-    return moments.count, moments.target_mean, moments.cross, moments.scatter
+    """What the surrogate and CKA need: n, the cross moments, the scatter of the features and that of the classes."""
+    return moments.count, moments.cross, moments.scatter, moments.class_scatter
 
 
 def _chunks(inputs: Tensor, targets: Tensor) -> zip:
@@ -304,14 +301,14 @@ def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 _LAWS = [
-    "rise until epoch",
+    "until epoch",
     "S grows by",
-    "rate, first epoch",
+    "first rate",
     "largest rate",
-    "R²: exponential S, rise",
-    "R²: exponential S, run",
-    "R²: logarithmic TL",
-    "R²: power law",
+    "R² exp, rise",
+    "R² exp, run",
+    "R² log",
+    "R² power",
 ]
 
 
