@@ -171,6 +171,11 @@ def test_each_method_keeps_what_it_says(method):
         assert max(layers["linear2"]["gram_error"]) > 0.1  # the square layer, of which it loses the shift
 
 
+def test_an_unknown_method_of_chapter_2_is_refused():
+    with pytest.raises(ValueError, match="method is 'whiten'; pass one of 'sgd', 'whitened'"):
+        whitening_run("whiten")
+
+
 def test_the_cnn_is_whitened_too():
     layers = whitening_run("whitened", model="cnn")["layers"]
     assert list(layers) == ["conv1", "conv2", "conv3", "linear"]

@@ -130,7 +130,12 @@ def split_steps(
 
     Returns:
         By layer, ``steps``, ``kept``, ``gram_error`` and ``gram_error_floor`` as in ``measure_whitening``.
+
+    Raises:
+        ValueError: an unknown method.
     """
+    if method not in UPDATES:
+        raise ValueError(f"method is {method!r}; pass one of {', '.join(map(repr, UPDATES))}")
     *hidden, readout = layers
     halves = dict.fromkeys(hidden, UPDATES[method][0]) | {readout: UPDATES[method][1]}
     weights = {name: layer.weight for name, layer in layers.items()}
