@@ -18,12 +18,16 @@ from gramlin import (
     gram_shift,
     interpolation_gap,
     matrix_correlation,
+    nearest_class_mean_disagreement,
     nearest_with_same_gram,
+    neural_collapse,
     normalized_surrogate,
+    simplex_etf,
     surrogate,
     target_linearity,
 )
 from gramlin.experiments import (
+    COLLAPSE,
     GRAM_SHIFT,
     INTERPOLATION,
     LINEARITY,
@@ -31,7 +35,9 @@ from gramlin.experiments import (
     WHITENING,
     accuracy_difference,
     accuracy_panels,
+    chapter4,
     chapter5,
+    collapse_settings,
     compare_solvers,
     depth_profiles,
     gram_shift_panels,
@@ -453,6 +459,117 @@ def test_tables_of_no_runs_are_empty():
 def test_settings_of_chapter_3_repeat_nothing():
     settings = linearity_settings("mnist", [0, 1, 2])
     assert len({str(each) for each in settings}) == len(settings) == 9
+
+
+# ---- Chapter 4 -----------------------------------------------------------------------------------------------------
+
+TERMINAL = {"width": 32, "lr": 0.1, "epochs": 150, "batch_size": 64, "weight_decay": 2e-3}
+
+
+def collapse_run(**changes) -> dict:
+    return run_once(COLLAPSE, collapse_settings("digits", [0])[0] | TERMINAL | changes).metrics
+
+
+def test_chapter_4_measures_what_its_parts_measure():
+    metrics = collapse_run(epochs=3, width=16, train_size=500)
+    # The same run by hand, without decay of biases, the learning rate falling after epochs 1 and 2.
+    split = data.standardize(data.load("digits"))
+    by_class = [(split.train_targets == each).nonzero().flatten()[:50] for each in range(10)]
+    x, y = split.train_inputs[torch.cat(by_class)], split.train_targets[torch.cat(by_class)]
+    torch.manual_seed(0)
+    model = MLP([64, 16, 16, 16, 16, 10], "gelu")
+    weights = [each for each in model.parameters() if each.ndim == 2]
+    biases = [each for each in model.parameters() if each.ndim == 1]
+    generator = torch.Generator().manual_seed(0)
+    velocities = [torch.zeros_like(each) for each in weights + biases]
+    for lr in (0.1, 0.01, 0.001):
+        for batch in torch.randperm(500, generator=generator).split(64):
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            with torch.no_grad():
+                for each, velocity in zip(weights + biases, velocities, strict=True):
+                    velocity.mul_(0.9).add_(each.grad + (2e-3 * each if each.ndim == 2 else 0))
+                    each.sub_(lr * velocity)
+    with torch.no_grad():
+        logits = model(x)
+        features = x.flatten(1)
+        for layer in list(model)[1:-1]:
+            features = layer(features)
+        expected = neural_collapse(features, y, model.linear5.weight)
+        means = torch.stack([features[50 * each : 50 * (each + 1)].mean(dim=0) for each in range(10)])
+        # Two runs of float32 training.
+        assert metrics["nc3"][-1] == pytest.approx(expected["nc3"].item(), rel=1e-2)
+        measured = metrics["layers"]["linear5"]
+        assert measured["tl"][-1] == pytest.approx(expected["target_linearity"].item(), rel=1e-2)
+        for name in ("nc1", "nc2_equinorm", "nc2_equiangular", "nc2_etf"):
+            assert measured[name][-1] == pytest.approx(expected[name].item(), rel=1e-2)
+        nc4 = nearest_class_mean_disagreement(features, logits.argmax(dim=1), means).item()
+        assert metrics["nc4"][-1] == pytest.approx(nc4, abs=0.02)
+        assert metrics["norms"][-1] == pytest.approx((means - means.mean(dim=0)).norm(dim=1).tolist(), rel=1e-2)
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    gradient, W = model.linear5.weight.grad, model.linear5.weight.detach()
+    rest = ((gradient + 2e-3 * W).norm() / (2e-3 * W).norm()).item()
+    assert metrics["rest"]["stationarity"][-1] == pytest.approx(rest, rel=1e-2)
+
+
+def test_features_collapse_and_respect_the_bound():
+    metrics = collapse_run()
+    assert metrics["epoch"] == [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 150]
+    assert metrics["train_accuracy"][-1] == 1
+    top = metrics["layers"]["linear5"]
+    assert top["nc1"][-1] < 0.1 * top["nc1"][0]
+    assert top["nc1"][-1] < metrics["layers"]["linear2"]["nc1"][-1]
+    # The digits' classes are nearly balanced: g of the bound is a little below 9/10.
+    for layer in metrics["layers"].values():
+        assert all(tl > 0.899 / (0.899 + nc1) for tl, nc1 in zip(layer["tl"], layer["nc1"], strict=True))
+    assert metrics["nc3"][-1] < metrics["nc3"][0]
+    assert metrics["nc4"][-1] < 0.01
+    rest = metrics["rest"]
+    assert rest["stationarity"][-1] < 0.3 < rest["stationarity"][1]
+    assert rest["in_span"][-1] > 0.9 > rest["in_span"][1]
+    assert len(json.dumps(metrics)) < 60_000
+
+
+def test_at_rest_with_collapsed_features_the_readout_is_dual_to_class_means():
+    # Features at the corners M of a simplex, and the readout W = sM that is stationary there. The gradient of its loss
+    # is −(1 − p)/(K − 1)·M, with p the softmax of the right class, so that s = (1 − p(s))/((K − 1)λ).
+    K, decay = 4, 1e-2
+    M = simplex_etf(K, 6)
+    scale = 1.0
+    for _ in range(200):  # damped, or it would swing to and fro
+        wrong = (torch.softmax(scale * M @ M.T, dim=1) - torch.eye(K)).diagonal().mean().item()
+        scale += 0.1 * (-wrong / (K - 1) / decay - scale)
+    residuals = (torch.softmax(scale * M @ M.T, dim=1) - torch.eye(K)) / K
+    rest = chapter4._at_rest(scale * M, residuals.T @ M, residuals.T, M + 3, decay)
+    assert rest["stationarity"] < 1e-6
+    assert rest["duality"] < 1e-6
+    assert rest["in_span"] == pytest.approx(1)
+    assert rest["simplex"] == pytest.approx(1)
+    elsewhere = chapter4._at_rest(2 * scale * M, residuals.T @ M, residuals.T, M + 3, decay)
+    assert elsewhere["stationarity"] > 0.1
+    assert elsewhere["duality"] > 0.1
+
+
+def test_without_weight_decay_there_is_no_rest():
+    assert "rest" not in collapse_run(weight_decay=0.0, epochs=1)
+
+
+@pytest.mark.parametrize(("model", "width", "layers"), [("cnn", 8, 4), ("resnet18", 64, 9)])
+def test_convolutional_networks_are_measured_at_every_stage(model, width, layers):
+    metrics = collapse_run(model=model, width=width, epochs=1, train_size=100)
+    assert len(metrics["layers"]) == layers
+    assert all(0 <= each["tl"][-1] < 1 + 1e-9 for each in metrics["layers"].values())  # 1, if features are many
+
+
+def test_an_unknown_network_is_refused():
+    with pytest.raises(ValueError, match="'resnet18' of width 64"):
+        collapse_run(model="resnet18", width=32)
+
+
+def test_settings_of_chapter_4_repeat_nothing():
+    assert len({str(each) for each in collapse_settings("mnist", [0, 1, 2])}) == 6
+    assert [each["model"] for each in collapse_settings("cifar10-jpeg", [0, 1, 2])] == ["cnn", "resnet18"]
 
 
 # ---- Chapter 5 -----------------------------------------------------------------------------------------------------

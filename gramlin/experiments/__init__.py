@@ -30,11 +30,13 @@ from gramlin.experiments.chapter3 import (
     linearity_verdicts,
     measure_linearity,
 )
+from gramlin.experiments.chapter4 import COLLAPSE, collapse_settings, measure_collapse
 from gramlin.experiments.chapter5 import INTERPOLATION, interpolation_settings, measure_interpolation
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
 __all__ = [
+    "COLLAPSE",
     "GRAM_SHIFT",
     "INTERPOLATION",
     "LINEARITY",
@@ -43,6 +45,7 @@ __all__ = [
     "Experiment",
     "accuracy_difference",
     "accuracy_panels",
+    "collapse_settings",
     "compare_solvers",
     "depth_profiles",
     "gram_shift_panels",
@@ -57,6 +60,7 @@ __all__ = [
     "linearity_table",
     "linearity_verdicts",
     "mean_and_spread",
+    "measure_collapse",
     "measure_gram_shift",
     "measure_interpolation",
     "measure_linearity",

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gramlin import data
+from gramlin.experiments.features import chunks, entering
 from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval
 from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.hooks import SUPPORTED_LAYERS
@@ -19,8 +19,7 @@ from gramlin.moments import Moments
 from gramlin.results import Run
 from gramlin.training import accuracy, train
 
-# Positions of a convolution's map that are kept as features: its 4×4 averages. All of them would be more features
-# than a fit by least squares can bear; one average of all would leave a feature a channel.
+# A convolution's map enters as its 4×4 averages; one average of all would leave a feature a channel.
 _POOLED = 4
 
 
@@ -84,15 +83,15 @@ def measure_linearity(
     def measure() -> None:
         network.eval()
         moments = {name: Moments(split.num_classes) for name in layers if name not in pixels}
-        for x, y in _chunks(split.train_inputs, split.train_targets):
-            for name, features in _entering(network, x):
-                if name in moments:
-                    moments[name].update(features, y)
+        for x, y in chunks(split.train_inputs, split.train_targets):
+            features, output = entering(network, names, x, _POOLED)
+            for name, each in moments.items():
+                each.update(output if name == "output" else features[name], y)
         held_out = {name: HeldOut(fit_of(each)) for name, each in moments.items()}
-        for x, y in _chunks(split.test_inputs, split.test_targets):
-            for name, features in _entering(network, x):
-                if name in moments:
-                    held_out[name].update(features, y)
+        for x, y in chunks(split.test_inputs, split.test_targets):
+            features, output = entering(network, names, x, _POOLED)
+            for name, each in held_out.items():
+                each.update(output if name == "output" else features[name], y)
         for name, each in moments.items():
             layers[name]["tl"].append(linearity_of(each).item())
             layers[name]["tl_test"].append(held_out[name].score().item())
@@ -132,20 +131,6 @@ def measure_linearity(
 def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
     """What the surrogate and CKA need: n, the cross moments, the scatter of the features and that of the classes."""
     return moments.count, moments.cross, moments.scatter, moments.class_scatter
-
-
-def _chunks(inputs: Tensor, targets: Tensor) -> zip:
-    return zip(inputs.split(4096), targets.split(4096), strict=True)
-
-
-def _entering(network: nn.Sequential, x: Tensor):
-    """The features that enter each layer with a weight, a row a sample; last the network's output."""
-    for name, module in network.named_children():
-        if isinstance(module, SUPPORTED_LAYERS):
-            maps = F.adaptive_avg_pool2d(x, min(_POOLED, *x.shape[2:])) if x.ndim == 4 else x
-            yield name, maps.flatten(1)
-        x = module(x)
-    yield "output", x
 
 
 LINEARITY = Experiment("linearity", measure_linearity)
