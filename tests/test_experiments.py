@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from scipy.linalg import orthogonal_procrustes
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
-from torch.nn.functional import logsigmoid
 
 from gramlin import (
     VAE,
@@ -485,7 +486,7 @@ def test_chapter_4_measures_what_its_parts_measure():
     for lr in (0.1, 0.01, 0.001):
         for batch in torch.randperm(500, generator=generator).split(64):
             model.zero_grad()
-            torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
             with torch.no_grad():
                 for each, velocity in zip(weights + biases, velocities, strict=True):
                     velocity.mul_(0.9).add_(each.grad + (2e-3 * each if each.ndim == 2 else 0))
@@ -499,6 +500,10 @@ def test_chapter_4_measures_what_its_parts_measure():
         means = torch.stack([features[50 * each : 50 * (each + 1)].mean(dim=0) for each in range(10)])
         # Two runs of float32 training.
         assert metrics["nc3"][-1] == pytest.approx(expected["nc3"].item(), rel=1e-2)
+        M, W = ((each / each.norm()).T.numpy() for each in (means - means.mean(dim=0), model.linear5.weight))
+        turn, _ = orthogonal_procrustes(W, M)
+        assert metrics["nc3_rotated"][-1] == pytest.approx(np.linalg.norm(W @ turn - M).item(), rel=1e-2)
+        assert metrics["nc3_rotated"][-1] < metrics["nc3"][-1]
         measured = metrics["layers"]["linear5"]
         assert measured["tl"][-1] == pytest.approx(expected["target_linearity"].item(), rel=1e-2)
         for name in ("nc1", "nc2_equinorm", "nc2_equiangular", "nc2_etf"):
@@ -507,7 +512,7 @@ def test_chapter_4_measures_what_its_parts_measure():
         assert metrics["nc4"][-1] == pytest.approx(nc4, abs=0.02)
         assert metrics["norms"][-1] == pytest.approx((means - means.mean(dim=0)).norm(dim=1).tolist(), rel=1e-2)
     model.zero_grad()
-    torch.nn.functional.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x), y).backward()
     gradient, W = model.linear5.weight.grad, model.linear5.weight.detach()
     rest = ((gradient + 2e-3 * W).norm() / (2e-3 * W).norm()).item()
     assert metrics["rest"]["stationarity"][-1] == pytest.approx(rest, rel=1e-2)
@@ -592,7 +597,7 @@ def test_chapter_5_measures_what_its_parts_measure():
 
     def loss(outputs, images):
         logits, mean, log_variance = outputs
-        pixels = images * logsigmoid(logits) + (1 - images) * logsigmoid(-logits)
+        pixels = images * F.logsigmoid(logits) + (1 - images) * F.logsigmoid(-logits)
         return (0.05 * (log_variance.exp() + mean**2 - 1 - log_variance).sum(1) - pixels.sum((1, 2, 3))).mean()
 
     train(model, optimizer, x, x, epochs=2, batch_size=16, loss=loss)

@@ -53,8 +53,9 @@ def measure_collapse(
 
     Returns:
         Lists over the moments of measurement: ``epoch`` (0, and on to the last in steps of about √2), ``train_loss``
-        (the mean of the epoch; None at 0), ``train_accuracy`` and ``test_accuracy`` in [0, 1]; of what enters the
-        readout ``nc3``, ``nc3_centred`` (of the weight without the row that all classes share), ``nc4`` and
+        (the mean of the epoch; None at 0), ``train_accuracy`` and ``test_accuracy`` in [0, 1]. Of what enters the
+        readout: ``nc3``; ``nc3_centred``, the same without the row that all classes' weights share; ``nc3_rotated``,
+        the least that a left rotation of the weight could make of it, which is what its Gram matrix says; ``nc4`` and
         ``nc4_test``; ``cosines`` and ``norms``, those of the class means about their mean. Under ``layers``, by name,
         of the features that enter it: ``tl``, ``tl_test``, ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``.
         Under ``rest``, only with weight decay, what the readout's weight W is at rest: see ``_at_rest``.
@@ -109,6 +110,7 @@ def measure_collapse(
             "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
             "nc3": self_duality(weight=weight, class_means=means).item(),
             "nc3_centred": self_duality(weight=weight - weight.mean(dim=0), class_means=means).item(),
+            "nc3_rotated": _duality_but_for_rotation(weight, means),
             **disagreement,
             "cosines": (directions @ directions.mT).tolist(),
             "norms": (means - means.mean(dim=0)).norm(dim=1).tolist(),
@@ -170,6 +172,12 @@ def _disagreement(
         features, output = entering(network, layers[-1:], x, pooled)
         wrong += len(y) * nearest_class_mean_disagreement(features[layers[-1]], output.argmax(dim=1), means).item()
     return wrong / len(inputs)
+
+
+def _duality_but_for_rotation(weight: Tensor, means: Tensor) -> float:
+    """The least of ‖RW/‖W‖ − M/‖M‖‖ over orthogonal R: √(2 − 2σ), σ the sum of singular values of W̄M̄ᵀ."""
+    W, M = (each / each.norm() for each in (weight, means - means.mean(dim=0)))
+    return (2 - 2 * torch.linalg.svdvals(W @ M.mT).sum()).clamp(min=0).sqrt().item()
 
 
 def _at_rest(
