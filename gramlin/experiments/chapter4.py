@@ -58,7 +58,7 @@ def measure_collapse(
         the least that a left rotation of the weight could make of it, which is what its Gram matrix says; ``nc4`` and
         ``nc4_test``; ``cosines`` and ``norms``, those of the class means about their mean. Under ``layers``, by name,
         of the features that enter it: ``tl``, ``tl_test``, ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``.
-        Under ``rest``, only with weight decay, what the readout's weight W is at rest: see ``_at_rest``.
+        ``class_spread`` is g = 1 − Σ(n_c/n)², of the bound TL ≥ g/(g + NC1). Under ``rest``, only with weight decay, what the readout's weight W is at rest: see ``_at_rest``.
     """
     split = data.standardize(data.load(dataset, device=device))
     inputs, targets = split.train_inputs, split.train_targets
@@ -134,6 +134,8 @@ def measure_collapse(
     options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": after_epoch}
     rows = train(network, optimizer, inputs, targets, **options)
     history["train_loss"] = [rows[epoch]["train_loss"] for epoch in history["epoch"]]
+    shares = targets.bincount().double() / len(targets)
+    history["class_spread"] = 1 - shares.square().sum().item()
     return {**history, "layers": measured, **({"rest": rest} if rest else {})}
 
 
