@@ -58,7 +58,8 @@ def measure_collapse(
         the least that a left rotation of the weight could make of it, which is what its Gram matrix says; ``nc4`` and
         ``nc4_test``; ``cosines`` and ``norms``, those of the class means about their mean. Under ``layers``, by name,
         of the features that enter it: ``tl``, ``tl_test``, ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``.
-        ``class_spread`` is g = 1 − Σ(n_c/n)², of the bound TL ≥ g/(g + NC1). Under ``rest``, only with weight decay, what the readout's weight W is at rest: see ``_at_rest``.
+        ``class_spread`` is g = 1 − Σ(n_c/n)², of the bound TL ≥ g/(g + NC1). Under ``rest``, only with weight decay,
+        what the readout's weight W is at rest: see ``_at_rest``.
     """
     split = data.standardize(data.load(dataset, device=device))
     inputs, targets = split.train_inputs, split.train_targets
