@@ -22,6 +22,13 @@ COLORS = {
     "whitened": "#009E73",
     "newton-schulz": "#E69F00",
     "rotation": "#CC79A7",
+    "1 − TL": "#0072B2",
+    "NC1": "#000000",
+    "NC2 equinorm": "#E69F00",
+    "NC2 equiangular": "#D55E00",
+    "NC2 simplex": "#F0E442",
+    "NC3": "#009E73",
+    "NC4": "#CC79A7",
 }
 LABELS = {
     "virtual": "virtual covariance shift",
@@ -381,16 +388,18 @@ def plot_layers_over_training(
     *,
     ylabel: str,
     log_values: bool = False,
+    log_epochs: bool = False,
 ) -> Figure:
     """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
 
-    On a logarithmic axis mean and sd are those of the logarithm.
+    On a logarithmic axis mean and sd are those of the logarithm, and epoch 0 has no place.
 
     Args:
         panels: by title, by layer from the input on: the epochs, and a row of values a run.
         dashed: more of the same, for a second kind of line in the same panels; without spread.
         ylabel: what is drawn.
         log_values: whether the vertical axis is logarithmic.
+        log_epochs: whether the horizontal one is.
     """
     figure, grid = _grid(len(panels))
     labels: dict = {}
@@ -404,6 +413,8 @@ def plot_layers_over_training(
         axes.set(title=title, xlabel="epoch")
         if log_values:
             axes.set_yscale("log")
+        if log_epochs:
+            axes.set_xscale("log")
         labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     for axes in grid[:, 0]:
         axes.set_ylabel(ylabel)
@@ -429,6 +440,107 @@ def plot_depth_profiles(panels: dict[str, dict[str, ArrayLike]], layers: Sequenc
     for axes in grid[:, 0]:
         axes.set_ylabel(ylabel)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> Figure:
+    """Draw several measures over epochs, both on logarithmic axes, mean ± 2 sd of the logarithm over runs.
+
+    Args:
+        panels: by title, by measure (a key of ``COLORS``): the epochs, and a row of values a run; NaN is left out.
+    """
+    figure, grid = _grid(len(panels))
+    for axes, (title, measures) in zip(grid.flat, panels.items(), strict=False):
+        for name, (epochs, rows) in measures.items():
+            _mean_and_spread(axes, epochs, rows, COLORS[name], name, marker="", log=True)
+        axes.set(title=title, xlabel="epoch", xscale="log", yscale="log")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("0 at collapse")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def plot_bound(points: dict[str, tuple[ArrayLike, ArrayLike]], class_spread: float) -> Figure:
+    """Draw 1 − TL over NC1, both on logarithmic axes, below the bound that NC1 puts on it.
+
+    Args:
+        points: by name, from the input on: NC1 and 1 − TL.
+        class_spread: g, 1 less the sum of squares of the classes' shares.
+    """
+    figure, axes = plt.subplots(figsize=(6, 4))
+    colors = _depth_colors(list(points))
+    for name, (nc1, nonlinear) in points.items():
+        axes.loglog(nc1, nonlinear, "o", color=colors[name], label=name, markersize=3.5, alpha=0.7)
+    reach = [np.asarray(nc1) for nc1, _ in points.values()]
+    curve = np.geomspace(min(each.min() for each in reach) / 1.5, max(each.max() for each in reach) * 1.5, 100)
+    axes.loglog(curve, curve / (class_spread + curve), color=COLORS["theory"], label="bound")
+    axes.set(xlabel="NC1", ylabel="1 − TL")
+    axes.legend()
+    return figure
+
+
+def plot_class_means(cosines: dict[str, ArrayLike]) -> Figure:
+    """Draw matrices of cosines between class means about their mean, a panel a moment, on one colour scale."""
+    figure, row = plt.subplots(1, len(cosines), figsize=(2.7 * len(cosines) + 0.8, 3), sharey=True, squeeze=False)
+    for axes, (title, matrix) in zip(row.flat, cosines.items(), strict=True):
+        drawn = axes.imshow(np.asarray(matrix), vmin=-1, vmax=1, cmap="PuOr")
+        axes.set(title=title, xlabel="class")
+        axes.grid(visible=False)
+        axes.set_xticks(range(0, len(matrix), 3))
+    row[0, 0].set(ylabel="class", yticks=range(0, len(cosines[title]), 3))
+    figure.colorbar(drawn, ax=row, label="cosine", shrink=0.8)
+    return figure
+
+
+def plot_features_in_the_plane(
+    moments: dict[str, tuple[ArrayLike, ArrayLike]], classes: ArrayLike, names: Sequence[str]
+) -> Figure:
+    """Draw features in two dimensions and the readout's weight, each class in its colour, a panel a moment.
+
+    Each panel has a scale of its own; weights are drawn from the centre of the class means, as long as fits.
+
+    Args:
+        moments: by title, the features (n, 2) and the weight (K, 2).
+        classes: of the features, (n,), from 0.
+        names: of the classes.
+    """
+    columns = min(2, len(moments))
+    rows = -(-len(moments) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.1 * rows + 0.5), squeeze=False)
+    classes = np.asarray(classes)
+    palette = [COLORS[name] for name in ("virtual", "agop", "whitened", "gap", "agop_sqrt", "control")]
+    for axes, (title, (features, weight)) in zip(grid.flat, moments.items(), strict=True):
+        features, weight = np.asarray(features), np.asarray(weight)
+        means = np.stack([features[classes == each].mean(axis=0) for each in range(len(names))])
+        centre = means.mean(axis=0)
+        arrows = weight - weight.mean(axis=0)
+        arrows *= np.linalg.norm(means - centre) / np.linalg.norm(arrows)
+        for each, (name, color) in enumerate(zip(names, palette, strict=False)):
+            axes.plot(*features[classes == each].T, ".", color=color, markersize=2.5, alpha=0.5)
+            axes.plot(*means[each], "o", color=color, markeredgecolor="white", markersize=8, label=name)
+            axes.annotate(
+                "", centre + arrows[each], centre, arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2}
+            )
+        axes.set(title=title, aspect="equal", xlabel="$h_1$", ylabel="$h_2$")
+        axes.set_adjustable("datalim")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    return figure
+
+
+def plot_shear(panels: dict[str, ArrayLike], classes: ArrayLike) -> Figure:
+    """Draw two classes of points in the plane, before and after a linear map: a panel a title, class means large."""
+    figure, row = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.4), sharey=True)
+    classes = np.asarray(classes)
+    for axes, (title, points) in zip(row, panels.items(), strict=True):
+        points = np.asarray(points)
+        for each, name in ((0, "virtual"), (1, "agop")):
+            own = points[classes == each]
+            axes.plot(*own.T, ".", color=COLORS[name], markersize=4, alpha=0.6)
+            mean = own.mean(axis=0)
+            axes.plot(*mean, "o", color=COLORS[name], markeredgecolor="white", markersize=9, label=f"class {each}")
+        axes.set(title=title, xlabel="$h_1$")
+    row[0].set_ylabel("$h_2$")
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

@@ -36,9 +36,14 @@ from gramlin.experiments import (
     WHITENING,
     accuracy_difference,
     accuracy_panels,
+    bound_points,
+    bound_violations,
     chapter4,
     chapter5,
+    collapse_panels,
     collapse_settings,
+    collapse_table,
+    collapse_verdicts,
     compare_solvers,
     depth_profiles,
     gram_shift_panels,
@@ -53,6 +58,9 @@ from gramlin.experiments import (
     linearity_table,
     linearity_verdicts,
     paired_interval,
+    readout_panels,
+    readout_table,
+    rest_table,
     run_once,
     whitening_settings,
     whitening_table,
@@ -576,6 +584,67 @@ def test_an_unknown_network_is_refused():
 def test_settings_of_chapter_4_repeat_nothing():
     assert len({str(each) for each in collapse_settings("mnist", [0, 1, 2])}) == 6
     assert [each["model"] for each in collapse_settings("cifar10-jpeg", [0, 1, 2])] == ["cnn", "resnet18"]
+
+
+def collapsed(courses: list[dict], **changes) -> list[Run]:
+    """Runs of two layers: what enters the first stays, what enters the second has the given TL and NC1 over time."""
+    runs = []
+    for seed, course in enumerate(courses):
+        n = len(course["tl"])
+
+        def layer(tl, nc1, n=n):
+            rest = {key: [0.5] * n for key in ("tl_test", "nc2_equinorm", "nc2_equiangular", "nc2_etf")}
+            return {"tl": tl, "nc1": nc1, **rest}
+
+        keys = ("train_accuracy", "test_accuracy", "nc3", "nc3_rotated", "nc4", "nc4_test")
+        metrics = {
+            "epoch": list(range(n)),
+            **{key: [0.5] * (n - 1) + [0.0] for key in keys},
+            "class_spread": 0.9,
+            "rest": {key: [1.0] * n for key in ("stationarity", "duality", "in_span", "simplex")},
+            "layers": {"linear1": layer([0.5] * n, [2.0] * n), "linear2": layer(course["tl"], course["nc1"])},
+        }
+        settings = {**collapse_settings("digits", [seed])[0], **changes}
+        runs.append(Run("collapse", settings, metrics, wall_seconds=1.0, device="cpu"))
+    return runs
+
+
+def test_the_verdict_on_collapse_follows_its_rule():
+    together = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.5, 0.1, 0.01]}
+    row = collapse_verdicts(collapsed([together, together])).loc["digits, MLP, λ = 0.0005"]
+    assert row.tolist() == [2, "1.00", "1.00", "0.9900", "0.0033", "reproduced"]
+    apart = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.1, 0.2, 0.25]}
+    assert collapse_verdicts(collapsed([together, apart]))["C7"].tolist() == ["not reproduced"]
+    assert collapse_verdicts(collapsed([together]))["C7"].tolist() == ["not decided by one seed"]
+    early = {"tl": [0.4, 0.6, 0.7, 0.9], "nc1": [3.0, 0.5, 0.1, 0.01]}
+    assert collapse_verdicts(collapsed([early, early]))["C7"].tolist() == ["not reproduced"]
+
+
+def test_tables_of_collapse():
+    runs = collapsed(
+        [{"tl": [0.5, 0.8, 0.9], "nc1": [1.0, 0.2, 0.1]}, {"tl": [0.5, 0.8, 0.94], "nc1": [1.0, 0.2, 0.1]}]
+    )
+    table = collapse_table(runs).loc["digits, MLP, λ = 0.0005"]
+    assert table.loc["h1", "TL"] == "0.9200 ± 0.0283"
+    assert table.loc["h1", "bound"] == "1.00"  # (1 − 0.9)(0.9 + 0.1)/0.1
+    assert table.loc["h1", "90% by epoch"] == "2"
+    assert table.loc["pixels", "90% by epoch"] == "–"
+    assert bound_violations(runs) == 0
+    runs[0].metrics["layers"]["linear2"]["tl"][-1] = 0.89
+    assert bound_violations(runs) == 1
+    nc1, nonlinear = bound_points(runs)["h1"]
+    assert (nc1.tolist(), nonlinear.round(2).tolist()) == ([0.2, 0.1, 0.2, 0.1], [0.2, 0.11, 0.2, 0.06])
+    panel = readout_panels(runs)["digits, MLP, λ = 0.0005"]
+    assert np.isnan(panel["NC4"][1][:, -1]).all()  # no place for 0 on a logarithmic axis
+    epochs, rows = collapse_panels(runs, "nonlinear")["digits, MLP, λ = 0.0005"]["h1"]
+    assert (epochs.tolist(), rows.round(2).tolist()) == ([0, 1, 2], [[0.5, 0.2, 0.11], [0.5, 0.2, 0.06]])
+    assert readout_table(runs)["train accuracy"].tolist() == ["0.00 ± 0.00"]
+    assert rest_table(runs).shape == (1, 4)
+    plain = collapsed([{"tl": [0.5], "nc1": [1.0]}], weight_decay=0.0)
+    del plain[0].metrics["rest"]
+    assert rest_table(plain).empty
+    assert list(collapse_panels(plain, "tl")) == ["digits, MLP, no decay"]
+    assert all(table([]).empty for table in (collapse_table, readout_table, collapse_verdicts))
 
 
 # ---- Chapter 5 -----------------------------------------------------------------------------------------------------

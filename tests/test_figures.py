@@ -34,6 +34,14 @@ FIGURES = {
     "depth profiles": lambda: figures.plot_depth_profiles(
         {title: {"start": [x, x], "end": [x]} for title in "abc"}, list("input"), ylabel="TL"
     ),
+    "measures": lambda: figures.plot_measures(
+        {"one": {"NC1": (x, [x, x]), "1 − TL": (x, [x])}, "b": {"NC1": (x, [x])}}
+    ),
+    "bound": lambda: figures.plot_bound({"pixels": (x, x / 3), "h1": (x / 2, x / 4)}, 0.9),
+    "features in the plane": lambda: figures.plot_features_in_the_plane(
+        {"start": (roll[:4], np.eye(2)), "end": (roll[4:8], np.eye(2))}, [0, 1, 0, 1], ["cat", "dog"]
+    ),
+    "shear": lambda: figures.plot_shear({"before": roll, "after": 2 * roll}, np.arange(20) % 2),
     "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),
 }
 
@@ -58,3 +66,18 @@ def test_axes_are_labelled_and_lines_are_in_a_legend(name):
 def test_the_ellipse_of_a_gram_matrix_has_its_axes():
     points = figures._gram_ellipse(np.diag([4.0, 9.0]))
     assert np.abs(points).max(axis=1) == pytest.approx([2, 3], rel=1e-3)
+
+
+def test_cosines_of_class_means_are_on_one_scale():
+    figure = figures.plot_class_means({"start": np.eye(4), "end": -np.eye(4)})
+    images = [axes.get_images()[0] for axes in figure.axes if axes.get_images()]
+    assert {image.get_clim() for image in images} == {(-1, 1)}
+    assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["class", "class"]
+    mpl.pyplot.close(figure)
+
+
+def test_the_bound_is_above_what_it_bounds():
+    figure = figures.plot_bound({"h1": (np.array([0.5]), np.array([0.1]))}, 0.9)
+    curve = next(line for line in figure.axes[0].get_lines() if line.get_label() == "bound")
+    assert np.interp(0.5, *curve.get_data()) == pytest.approx(0.5 / 1.4, rel=1e-2)
+    mpl.pyplot.close(figure)

@@ -30,7 +30,19 @@ from gramlin.experiments.chapter3 import (
     linearity_verdicts,
     measure_linearity,
 )
-from gramlin.experiments.chapter4 import COLLAPSE, collapse_settings, measure_collapse
+from gramlin.experiments.chapter4 import (
+    COLLAPSE,
+    bound_points,
+    bound_violations,
+    collapse_panels,
+    collapse_settings,
+    collapse_table,
+    collapse_verdicts,
+    measure_collapse,
+    readout_panels,
+    readout_table,
+    rest_table,
+)
 from gramlin.experiments.chapter5 import INTERPOLATION, interpolation_settings, measure_interpolation
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
@@ -45,7 +57,12 @@ __all__ = [
     "Experiment",
     "accuracy_difference",
     "accuracy_panels",
+    "bound_points",
+    "bound_violations",
+    "collapse_panels",
     "collapse_settings",
+    "collapse_table",
+    "collapse_verdicts",
     "compare_solvers",
     "depth_profiles",
     "gram_shift_panels",
@@ -66,6 +83,9 @@ __all__ = [
     "measure_linearity",
     "measure_whitening",
     "paired_interval",
+    "readout_panels",
+    "readout_table",
+    "rest_table",
     "run_once",
     "select",
     "split_steps",

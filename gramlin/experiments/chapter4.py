@@ -2,19 +2,24 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from gramlin import data
 from gramlin.collapse import MEASURES, nearest_class_mean_disagreement, self_duality
 from gramlin.experiments.features import chunks, entering
+from gramlin.experiments.summaries import grouped, mean_and_spread
 from gramlin.experiments.sweeps import Experiment
 from gramlin.hooks import SUPPORTED_LAYERS
 from gramlin.linearity import HeldOut, fit_of, linearity_of
 from gramlin.models import CNN, MLP
 from gramlin.moments import Moments
+from gramlin.results import Run
 from gramlin.training import accuracy, train
 
 # The learning rate falls to a tenth after each of these shares of the epochs, as in Papyan, Han and Donoho (2020).
@@ -220,3 +225,194 @@ def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
         return [{**each, "weight_decay": 5e-4, "seed": seeds[0]} for each in (cnn, resnet)]
     mlp = {**base, "model": "mlp", "width": 256, "lr": 0.05}
     return [{**mlp, "weight_decay": decay, "seed": seed} for seed in seeds for decay in (5e-4, 0.0)]
+
+
+def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but their seed, under titles that tell the groups apart."""
+    groups = {}
+    for (dataset, model, decay), group in grouped(runs, "dataset", "model", "weight_decay").items():
+        groups[f"{dataset}, {model.upper()}, {f'λ = {decay:g}' if decay else 'no decay'}"] = group
+    return groups
+
+
+def _features_of(index: int) -> str:
+    """The name of the features that enter a layer."""
+    return f"h{index}" if index else "pixels"
+
+
+def collapse_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """A measure of what enters each layer, for ``figures.plot_layers_over_training``: the epochs, and a row a run.
+
+    Args:
+        runs: of chapter 4.
+        measure: a key of a layer's metrics, or "nonlinear" for 1 − TL.
+    """
+
+    def values(layer: dict) -> np.ndarray:
+        return 1 - np.array(layer["tl"]) if measure == "nonlinear" else np.array(layer[measure])
+
+    return {
+        title: {
+            _features_of(index): (
+                np.array(group[0].metrics["epoch"]),
+                np.array([values(run.metrics["layers"][name]) for run in group]),
+            )
+            for index, name in enumerate(group[0].metrics["layers"])
+        }
+        for title, group in _groups(runs).items()
+    }
+
+
+def readout_panels(runs: Sequence[Run]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """All measures of the features that enter the readout, for ``figures.plot_measures``: the epochs, and a row a run.
+
+    NC4 of 0 is NaN here: a logarithmic axis has no place for it.
+    """
+    panels = {}
+    for title, group in _groups(runs).items():
+        of_layer = [list(run.metrics["layers"].values())[-1] for run in group]
+        rows = {"1 − TL": 1 - np.array([layer["tl"] for layer in of_layer])}
+        rows |= {label: np.array([layer[key] for layer in of_layer]) for key, label in _LABELS.items()}
+        rows["NC3"] = np.array([run.metrics["nc3"] for run in group])
+        disagreement = np.array([run.metrics["nc4"] for run in group])
+        rows["NC4"] = np.where(disagreement > 0, disagreement, np.nan)
+        epochs = np.array(group[0].metrics["epoch"])
+        panels[title] = {label: (epochs, values) for label, values in rows.items()}
+    return panels
+
+
+_LABELS = {
+    "nc1": "NC1",
+    "nc2_equinorm": "NC2 equinorm",
+    "nc2_equiangular": "NC2 equiangular",
+    "nc2_etf": "NC2 simplex",
+}
+
+
+def collapse_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Collapse at the end of training, a row a group and layer: mean ± standard deviation over seeds.
+
+    "TL" and "NC1" of the features that enter the layer, on the training data; "bound": by how much the bound of Target
+    Linearity by collapse is missed, (1 − TL)(g + NC1)/NC1, which is at most 1, and 1 where it is tight (the largest
+    over seeds); "NC2 simplex"; and "90% by epoch": when ln NC1 has made nine tenths of its way from the start to its
+    least value, the mean over seeds (nothing for the pixels, which do not move).
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        for index, name in enumerate(group[0].metrics["layers"]):
+            layers = [run.metrics["layers"][name] for run in group]
+            rows[title, _features_of(index)] = {
+                "TL": mean_and_spread([layer["tl"][-1] for layer in layers], 4),
+                "TL, held-out": mean_and_spread([layer["tl_test"][-1] for layer in layers], 3),
+                "NC1": mean_and_spread([layer["nc1"][-1] for layer in layers], 4),
+                "bound": f"{max(_tightness(run, name)[-1] for run in group):.2f}",
+                "NC2 simplex": mean_and_spread([layer["nc2_etf"][-1] for layer in layers], 3),
+                "90% by epoch": f"{np.mean([_settles(run, name) for run in group]):.0f}" if index else "–",
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "features"])
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def _tightness(run: Run, layer: str) -> np.ndarray:
+    linearity, nc1 = (np.array(run.metrics["layers"][layer][key]) for key in ("tl", "nc1"))
+    return (1 - linearity) * (run.metrics["class_spread"] + nc1) / nc1
+
+
+def _settles(run: Run, layer: str) -> int:
+    course = np.log(run.metrics["layers"][layer]["nc1"])
+    way = (course[0] - course) / (course[0] - course.min())
+    return run.metrics["epoch"][int(np.argmax(way >= 0.9))]
+
+
+def bound_points(runs: Sequence[Run]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """NC1 and 1 − TL of every run and moment after the start, by the features' name, for ``figures.plot_bound``."""
+    points: dict[str, list[np.ndarray]] = {}
+    for run in runs:
+        for index, layer in enumerate(run.metrics["layers"].values()):
+            pair = np.array([layer["nc1"][1:], 1 - np.array(layer["tl"][1:])])
+            points.setdefault(_features_of(index), []).append(pair)
+    return {name: tuple(np.concatenate(pairs, axis=1)) for name, pairs in points.items()}
+
+
+def bound_violations(runs: Sequence[Run]) -> int:
+    """How often, over runs, layers and moments, Target Linearity is less than the bound by NC1 says: it must be 0."""
+    return sum(int((_tightness(run, name) > 1 + 1e-9).sum()) for run in runs for name in run.metrics["layers"])
+
+
+def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """The end of training, a row a group: accuracies in percent, and what enters the readout; mean ± sd over seeds.
+
+    "NC3" is the distance between weight and class means, "but for a rotation" the least that a left rotation of the
+    weight could make of it.
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        top = [list(run.metrics["layers"].values())[-1] for run in group]
+        metrics = [run.metrics for run in group]
+        rows[title] = {
+            "seeds": len(group),
+            "train accuracy": mean_and_spread([100 * each["train_accuracy"][-1] for each in metrics], 2),
+            "test accuracy": mean_and_spread([100 * each["test_accuracy"][-1] for each in metrics], 2),
+            "TL": mean_and_spread([layer["tl"][-1] for layer in top], 4),
+            **{label: mean_and_spread([layer[key][-1] for layer in top], 3) for key, label in _LABELS.items()},
+            "NC3": mean_and_spread([each["nc3"][-1] for each in metrics], 3),
+            "NC3 but for a rotation": mean_and_spread([each["nc3_rotated"][-1] for each in metrics], 3),
+            "NC4, %": mean_and_spread([100 * each["nc4"][-1] for each in metrics], 2),
+            "NC4 held-out, %": mean_and_spread([100 * each["nc4_test"][-1] for each in metrics], 2),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def rest_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """The readout's weight W at the end of training with weight decay, a row a group: mean ± sd over seeds.
+
+    "‖∂L/∂W + λW‖/λ‖W‖": 0 at rest; "W in the span of M": the share of ‖W‖² there; "W − AM/λ": its norm over ‖W‖;
+    "A, I − 11ᵀ/K": their cosine, 1 where weight and class means are dual.
+    """
+    columns = {
+        "stationarity": "‖∂L/∂W + λW‖/λ‖W‖",
+        "in_span": "W in the span of M",
+        "duality": "W − AM/λ",
+        "simplex": "A, I − 11ᵀ/K",
+    }
+    rows = {
+        title: {
+            label: mean_and_spread([run.metrics["rest"][key][-1] for run in group], 3) for key, label in columns.items()
+        }
+        for title, group in _groups([run for run in runs if "rest" in run.metrics]).items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 4's claim C7, a row a group.
+
+    "over time": Spearman's rank correlation of TL and −NC1 of the features that enter the readout, over the moments
+    after the start; "over layers": that of what enters the layers, at the end. Both as the least over seeds. "TL" and
+    "NC1 fell to", the last over the first, of what enters the readout: the worst seed. "reproduced" if both
+    correlations are at least 0.9, TL at least 0.95 and NC1 at most a tenth of what it was, "not reproduced" if one is
+    not.
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        layers = [list(run.metrics["layers"].values()) for run in group]
+        over_time = min(_rank_correlation(each[-1]["tl"][1:], each[-1]["nc1"][1:]) for each in layers)
+        over_layers = min(
+            _rank_correlation(*([layer[key][-1] for layer in each] for key in ("tl", "nc1"))) for each in layers
+        )
+        linearity = min(each[-1]["tl"][-1] for each in layers)
+        fall = max(each[-1]["nc1"][-1] / each[-1]["nc1"][0] for each in layers)
+        holds = over_time >= 0.9 and over_layers >= 0.9 and linearity >= 0.95 and fall <= 0.1
+        rows[title] = {
+            "seeds": len(group),
+            "over time": f"{over_time:.2f}",
+            "over layers": f"{over_layers:.2f}",
+            "TL": f"{linearity:.4f}",
+            "NC1 fell to": f"{fall:.2g}",
+            "C7": ("reproduced" if holds else "not reproduced") if len(group) > 1 else "not decided by one seed",
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def _rank_correlation(linearity: Sequence[float], nc1: Sequence[float]) -> float:
+    return float(stats.spearmanr(linearity, -np.array(nc1)).statistic)
