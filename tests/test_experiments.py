@@ -622,7 +622,7 @@ def test_the_verdict_on_collapse_follows_its_rule():
 
 def test_tables_of_collapse():
     runs = collapsed(
-        [{"tl": [0.5, 0.8, 0.9], "nc1": [1.0, 0.2, 0.1]}, {"tl": [0.5, 0.8, 0.94], "nc1": [1.0, 0.2, 0.1]}]
+        [{"tl": [0.5, 0.8, 0.9], "nc1": [2.0, 0.4, 0.1]}, {"tl": [0.5, 0.8, 0.94], "nc1": [2.0, 0.4, 0.1]}]
     )
     table = collapse_table(runs).loc["digits, MLP, λ = 0.0005"]
     assert table.loc["h1", "TL"] == "0.9200 ± 0.0283"
@@ -633,7 +633,7 @@ def test_tables_of_collapse():
     runs[0].metrics["layers"]["linear2"]["tl"][-1] = 0.89
     assert bound_violations(runs) == 1
     nc1, nonlinear = bound_points(runs)["h1"]
-    assert (nc1.tolist(), nonlinear.round(2).tolist()) == ([0.2, 0.1, 0.2, 0.1], [0.2, 0.11, 0.2, 0.06])
+    assert (nc1.tolist(), nonlinear.round(2).tolist()) == ([0.4, 0.1, 0.4, 0.1], [0.2, 0.11, 0.2, 0.06])
     panel = readout_panels(runs)["digits, MLP, λ = 0.0005"]
     assert np.isnan(panel["NC4"][1][:, -1]).all()  # no place for 0 on a logarithmic axis
     epochs, rows = collapse_panels(runs, "nonlinear")["digits, MLP, λ = 0.0005"]["h1"]
