@@ -43,7 +43,15 @@ from gramlin.experiments.chapter4 import (
     readout_table,
     rest_table,
 )
-from gramlin.experiments.chapter5 import INTERPOLATION, interpolation_settings, measure_interpolation
+from gramlin.experiments.chapter5 import (
+    INTERPOLATION,
+    beta_panels,
+    gap_points,
+    interpolation_settings,
+    interpolation_table,
+    interpolation_verdicts,
+    measure_interpolation,
+)
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
@@ -57,6 +65,7 @@ __all__ = [
     "Experiment",
     "accuracy_difference",
     "accuracy_panels",
+    "beta_panels",
     "bound_points",
     "bound_violations",
     "collapse_panels",
@@ -65,12 +74,15 @@ __all__ = [
     "collapse_verdicts",
     "compare_solvers",
     "depth_profiles",
+    "gap_points",
     "gram_shift_panels",
     "gram_shift_settings",
     "gram_shift_table",
     "growth_table",
     "halves_table",
     "interpolation_settings",
+    "interpolation_table",
+    "interpolation_verdicts",
     "kept_table",
     "linearity_panels",
     "linearity_settings",

@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+import pandas as pd
 import torch
+from scipy import stats
 from torch import Tensor
 
 from gramlin import data
+from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval
 from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.interpolation import (
     VAE,
@@ -20,6 +24,7 @@ from gramlin.interpolation import (
 )
 from gramlin.linearity import LinearFit, fit_of, linearity_of
 from gramlin.moments import Moments
+from gramlin.results import Run
 from gramlin.training import train
 
 # Training images that the linear fits are made on: many for 32 latents, and measuring takes less time than training.
@@ -188,3 +193,128 @@ def interpolation_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
         for beta in betas
         for seed in (seeds[:1] if large else seeds)
     ]
+
+
+def _by_beta(runs: Sequence[Run]) -> dict[str, dict[float, list[Run]]]:
+    """The runs of each data set and network, by β from the smallest; the seeds of each."""
+    found: dict[str, dict[float, list[Run]]] = {}
+    for (dataset, model, beta), group in grouped(runs, "dataset", "model", "beta").items():
+        found.setdefault(f"{dataset}, {model.upper()}", {})[beta] = group
+    return found
+
+
+def _course(run: Run, measure: str) -> np.ndarray:
+    """A measure over epochs; "ceiling" is TL of inputs over what no linear map exceeds, "gap" the mean over pairs."""
+    metrics = run.metrics
+    if measure == "ceiling":
+        return np.array(metrics["tl_inputs"]) / metrics["pca_ceiling"]
+    if measure == "gap":
+        return np.array([np.nan if gap is None else gap["mean"] for gap in metrics["gap"]])
+    return np.array([np.nan if value is None else value for value in metrics[measure]], dtype=float)
+
+
+def beta_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """A measure over epochs, by data set and β, for ``figures.plot_over_beta``: the epochs, and a row a run.
+
+    Args:
+        runs: of chapter 5.
+        measure: a key of their metrics over epochs, "ceiling" (TL of inputs over the PCA ceiling) or "gap" (its mean
+            over pairs).
+    """
+    return {
+        title: {
+            f"β = {beta:g}": (np.array(group[0].metrics["epoch"]), np.array([_course(run, measure) for run in group]))
+            for beta, group in betas.items()
+        }
+        for title, betas in _by_beta(runs).items()
+    }
+
+
+def gap_points(runs: Sequence[Run]) -> dict[str, dict[str, np.ndarray]]:
+    """What the theorem ties together, by β, a value a run and epoch after the start.
+
+    ``nonlinear``: 1 − TL of latents against decodings (of the test images, under the fit to the training images);
+    ``gap``: pooled; ``ratio``: κ; ``inputs``: 1 − TL against the training images.
+    """
+    points: dict[str, dict[str, np.ndarray]] = {}
+    for (beta,), group in grouped(runs, "beta").items():
+        courses = {
+            "nonlinear": [1 - _course(run, "tl_decodings_test")[1:] for run in group],
+            "inputs": [1 - _course(run, "tl_inputs")[1:] for run in group],
+            "gap": [_course(run, "pooled_gap")[1:] for run in group],
+            "ratio": [_course(run, "residual_ratio")[1:] for run in group],
+        }
+        points[f"β = {beta:g}"] = {name: np.concatenate(values) for name, values in courses.items()}
+    return points
+
+
+def interpolation_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """The end of training, a row a data set and β, mean ± standard deviation over seeds.
+
+    Target Linearity of latents against the training images, the same over the PCA ceiling, and against decodings;
+    the mean gap of pairs of test images; how many pairs broke the bound, over all epochs and seeds; reconstruction
+    and KL in nats an image; active units.
+    """
+    rows = {}
+    for title, betas in _by_beta(runs).items():
+        for beta, group in betas.items():
+
+            def end(measure: str, digits: int, group: Sequence[Run] = group) -> str:
+                return mean_and_spread([_course(run, measure)[-1] for run in group], digits)
+
+            rows[title, beta] = {
+                "seeds": len(group),
+                "TL, inputs": end("tl_inputs", 3),
+                "of the ceiling": end("ceiling", 2),
+                "TL, decodings": end("tl_decodings", 3),
+                "gap": end("gap", 3),
+                "violations": sum(sum(run.metrics["violations"]) for run in group),
+                "reconstruction": end("reconstruction", 1),
+                "KL": end("kl", 1),
+                "explained": end("explained", 2),
+                "active": end("active_units", 0),
+            }
+    index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "β"])
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def interpolation_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 5's claim C8, a row a data set: what is claimed of Target Linearity, and the gap, each by its rule.
+
+    - "TL rises with training": for every β Student's 95% interval over seeds of TL against inputs at the end less that
+      at the start lies above 0.
+    - "TL falls with β": at the end of training the rank correlation of TL against inputs with β is at most −0.9 in
+      every seed, and the interval of TL at the smallest β less that at the largest lies above 0.
+    - "gap follows 1 − TL": the rank correlation of the pooled gap with 1 − TL, over β and the epochs after the start,
+      is at least 0.9 in every seed; of TL against decodings, of which there is a theorem, and against inputs, of which
+      there is none without more. The number is the least over seeds.
+
+    Each is "–" for a single seed.
+    """
+    rows = {}
+    for title, betas in _by_beta(runs).items():
+        seeds = sorted(set.intersection(*({run.settings["seed"] for run in group} for group in betas.values())))
+        chosen = {beta: [run for run in group if run.settings["seed"] in seeds] for beta, group in betas.items()}
+        chosen = {beta: sorted(group, key=lambda run: run.settings["seed"]) for beta, group in chosen.items()}
+        row = {"seeds": len(seeds), "TL rises with training": "–", "TL falls with β": "–"}
+        ends = {beta: [_course(run, "tl_inputs")[-1] for run in group] for beta, group in chosen.items()}
+        if len(seeds) > 1:
+            starts = {beta: [_course(run, "tl_inputs")[0] for run in group] for beta, group in chosen.items()}
+            rises = all(paired_interval(ends[beta], starts[beta])[0] > 0 for beta in chosen)
+            row["TL rises with training"] = "yes" if rises else "no"
+            orders = [stats.spearmanr(list(chosen), values).statistic for values in zip(*ends.values(), strict=True)]
+            falls = max(orders) <= -0.9 and paired_interval(ends[min(chosen)], ends[max(chosen)])[0] > 0
+            row["TL falls with β"] = "yes" if falls else "no"
+        by_seed = [gap_points([group[index] for group in chosen.values()]) for index in range(len(seeds))]
+        for label, key in (("decodings", "nonlinear"), ("inputs", "inputs")):
+            least = min(_rank_correlation(points, key) for points in by_seed)
+            word = "–" if len(seeds) == 1 else "yes" if least >= 0.9 else "no"
+            row[f"gap follows 1 − TL, {label}"] = f"{word} ({least:+.2f})"
+        row["violations"] = sum(sum(run.metrics["violations"]) for group in betas.values() for run in group)
+        rows[title] = row
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def _rank_correlation(points: dict[str, dict[str, np.ndarray]], key: str) -> float:
+    nonlinear, gap = (np.concatenate([each[name] for each in points.values()]) for name in (key, "gap"))
+    return float(stats.spearmanr(nonlinear, gap, nan_policy="omit").statistic)
