@@ -16,6 +16,7 @@ class MLP(nn.Sequential):
         sizes: widths from input to output, (d, hidden, …, K).
         activation: between the layers: "gelu", "relu", "tanh" or "identity".
         bias: whether the layers have one.
+        batch_norm: whether ``nn.BatchNorm1d`` stands before each activation.
 
     Raises:
         ValueError: fewer than two sizes, or an unknown activation.
@@ -26,7 +27,7 @@ class MLP(nn.Sequential):
         torch.Size([5, 10])
     """
 
-    def __init__(self, sizes: Sequence[int], activation: str = "gelu", bias: bool = True):
+    def __init__(self, sizes: Sequence[int], activation: str = "gelu", bias: bool = True, *, batch_norm: bool = False):
         if len(sizes) < 2:
             raise ValueError(f"sizes is {list(sizes)}; pass at least an input and an output width")
         if activation not in ACTIVATIONS:
@@ -35,6 +36,8 @@ class MLP(nn.Sequential):
         for index, (width_in, width_out) in enumerate(pairwise(sizes), start=1):
             layers[f"linear{index}"] = nn.Linear(width_in, width_out, bias)
             if index < len(sizes) - 1:
+                if batch_norm:
+                    layers[f"norm{index}"] = nn.BatchNorm1d(width_out)
                 layers[f"activation{index}"] = ACTIVATIONS[activation]()
         super().__init__(layers)
 

@@ -518,7 +518,16 @@ def test_chapter_4_measures_what_its_parts_measure():
             assert measured[name][-1] == pytest.approx(expected[name].item(), rel=1e-2)
         nc4 = nearest_class_mean_disagreement(features, logits.argmax(dim=1), means).item()
         assert metrics["nc4"][-1] == pytest.approx(nc4, abs=0.02)
-        assert metrics["norms"][-1] == pytest.approx((means - means.mean(dim=0)).norm(dim=1).tolist(), rel=1e-2)
+        centred = means - means.mean(dim=0)
+        gram = centred @ centred.T
+        assert np.trace(np.array(metrics["cosines"]["3"])) == pytest.approx(10)
+        assert metrics["cosines"]["3"][0][1] == pytest.approx(
+            (gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt()).item(), abs=0.02
+        )
+        assert sum(metrics["nc1_shares"][-1]) == pytest.approx(metrics["layers"]["linear5"]["nc1"][-1])
+        assert metrics["variances"][-1][0] == pytest.approx(
+            (torch.linalg.eigvalsh(gram)[-1] / gram.trace()).item(), rel=1e-2
+        )
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
     gradient, W = model.linear5.weight.grad, model.linear5.weight.detach()
@@ -569,6 +578,12 @@ def test_without_weight_decay_there_is_no_rest():
     assert "rest" not in collapse_run(weight_decay=0.0, epochs=1)
 
 
+def test_batch_normalisation_is_not_decayed_and_helps_collapse():
+    plain, normal = collapse_run(epochs=30), collapse_run(epochs=30, model="mlp-bn")
+    assert list(normal["layers"]) == list(plain["layers"])
+    assert normal["layers"]["linear5"]["nc2_etf"][-1] < plain["layers"]["linear5"]["nc2_etf"][-1]
+
+
 @pytest.mark.parametrize(("model", "width", "layers"), [("cnn", 8, 4), ("resnet18", 64, 9)])
 def test_convolutional_networks_are_measured_at_every_stage(model, width, layers):
     metrics = collapse_run(model=model, width=width, epochs=1, train_size=100)
@@ -582,7 +597,7 @@ def test_an_unknown_network_is_refused():
 
 
 def test_settings_of_chapter_4_repeat_nothing():
-    assert len({str(each) for each in collapse_settings("mnist", [0, 1, 2])}) == 6
+    assert len({str(each) for each in collapse_settings("mnist", [0, 1, 2])}) == 9
     assert [each["model"] for each in collapse_settings("cifar10-jpeg", [0, 1, 2])] == ["cnn", "resnet18"]
 
 

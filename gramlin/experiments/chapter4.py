@@ -45,12 +45,13 @@ def measure_collapse(
     Args:
         dataset: a name for ``gramlin.data.load``; inputs are standardised.
         train_size: train on the first so many images of each class together; None for all of them.
-        model: "mlp" (four hidden layers, GELU), "cnn" (``gramlin.models.CNN``) or "resnet18" (torchvision's, with a
-            first convolution of 3×3 without stride, and no pooling after it).
+        model: "mlp" (four hidden layers, GELU), "mlp-bn" (with batch normalisation before each activation), "cnn"
+            (``gramlin.models.CNN``) or "resnet18" (torchvision's, with a first convolution of 3×3 without stride, and
+            no pooling after it).
         width: of the MLP's hidden layers, or channels of the CNN's convolutions; 64 for "resnet18".
         lr: the learning rate at the start; a tenth of it from a third of the epochs on, a hundredth from two thirds.
         momentum: of SGD.
-        weight_decay: of the weights; biases are free.
+        weight_decay: of the weights that are matrices; biases and normalisation are free.
         batch_size: samples a step.
         epochs: passes over the training data.
         seed: of the initial weights and the order of samples.
@@ -61,7 +62,9 @@ def measure_collapse(
         (the mean of the epoch; None at 0), ``train_accuracy`` and ``test_accuracy`` in [0, 1]. Of what enters the
         readout: ``nc3``; ``nc3_centred``, the same without the row that all classes' weights share; ``nc3_rotated``,
         the least that a left rotation of the weight could make of it, which is what its Gram matrix says; ``nc4`` and
-        ``nc4_test``; ``cosines`` and ``norms``, those of the class means about their mean. Under ``layers``, by name,
+        ``nc4_test``; for the directions between class means, from that of their largest variance on, ``variances``, the
+        fractions of it, and ``nc1_shares``, what each adds to NC1. ``cosines`` of the class means about their mean are
+        by epoch, of the start, epoch 4 and the end. Under ``layers``, by name,
         of the features that enter it: ``tl``, ``tl_test``, ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``.
         ``class_spread`` is g = 1 − Σ(n_c/n)², of the bound TL ≥ g/(g + NC1). Under ``rest``, only with weight decay,
         what the readout's weight W is at rest: see ``_at_rest``.
@@ -74,8 +77,8 @@ def measure_collapse(
     torch.manual_seed(seed)
     network, layers, pooled = _network(model, inputs.shape[1:], split.num_classes, width)
     network = network.to(device, memory_format=torch.channels_last)
-    decayed = [parameter for name, parameter in network.named_parameters() if name.endswith("weight")]
-    free = [parameter for name, parameter in network.named_parameters() if not name.endswith("weight")]
+    decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+    free = [parameter for parameter in network.parameters() if parameter.ndim == 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum)
     milestones = [round(share * epochs) for share in _MILESTONES]
@@ -84,6 +87,7 @@ def measure_collapse(
     measured = {name: {key: [] for key in ("tl", "tl_test", *MEASURES)} for name in layers}
     history: dict[str, list] = {"epoch": []}
     rest: dict[str, list] = {}
+    cosines: dict[str, list] = {}
 
     def measure(epoch: int) -> None:
         moments = {name: Moments(split.num_classes) for name in layers}
@@ -110,7 +114,6 @@ def measure_collapse(
             for key, value in values.items():
                 measured[name][key].append(value.item())
         weight = readout.weight.detach().double()
-        directions = F.normalize(means - means.mean(dim=0), dim=1)
         row = {
             "train_accuracy": accuracy(network, inputs, targets),
             "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
@@ -118,9 +121,11 @@ def measure_collapse(
             "nc3_centred": self_duality(weight=weight - weight.mean(dim=0), class_means=means).item(),
             "nc3_rotated": _duality_but_for_rotation(weight, means),
             **disagreement,
-            "cosines": (directions @ directions.mT).tolist(),
-            "norms": (means - means.mean(dim=0)).norm(dim=1).tolist(),
+            **_by_direction(moments[layers[-1]]),
         }
+        if epoch in (0, 4, epochs):
+            directions = F.normalize(means - means.mean(dim=0), dim=1)
+            cosines[str(epoch)] = (directions @ directions.mT).tolist()
         history["epoch"].append(epoch)
         for key, value in row.items():
             history.setdefault(key, []).append(value)
@@ -142,7 +147,7 @@ def measure_collapse(
     history["train_loss"] = [rows[epoch]["train_loss"] for epoch in history["epoch"]]
     shares = targets.bincount().double() / len(targets)
     history["class_spread"] = 1 - shares.square().sum().item()
-    return {**history, "layers": measured, **({"rest": rest} if rest else {})}
+    return {**history, "cosines": cosines, "layers": measured, **({"rest": rest} if rest else {})}
 
 
 def _balanced(targets: Tensor, size: int) -> Tensor:
@@ -153,8 +158,8 @@ def _balanced(targets: Tensor, size: int) -> Tensor:
 
 def _network(model: str, shape: torch.Size, num_classes: int, width: int) -> tuple[nn.Module, list[str], int]:
     """The network, its layers to be measured, the readout last, and the grid on which maps are averaged."""
-    if model == "mlp":
-        network = MLP([shape.numel(), *4 * [width], num_classes], "gelu")
+    if model in ("mlp", "mlp-bn"):
+        network = MLP([shape.numel(), *4 * [width], num_classes], "gelu", batch_norm=model == "mlp-bn")
     elif model == "cnn":
         network = CNN(shape, num_classes, channels=width)
     elif model == "resnet18" and width == 64:
@@ -163,7 +168,7 @@ def _network(model: str, shape: torch.Size, num_classes: int, width: int) -> tup
         network.maxpool = nn.Identity()
         return network, [f"layer{stage}.{block}.conv1" for stage in (1, 2, 3, 4) for block in (0, 1)] + ["fc"], 1
     else:
-        raise ValueError(f"model is {model!r} of width {width}; pass 'mlp', 'cnn', or 'resnet18' of width 64")
+        raise ValueError(f"model is {model!r} of width {width}; pass 'mlp', 'mlp-bn', 'cnn', or 'resnet18' of width 64")
     return network, [name for name, layer in network.named_children() if isinstance(layer, SUPPORTED_LAYERS)], 4
 
 
@@ -180,6 +185,18 @@ def _disagreement(
         features, output = entering(network, layers[-1:], x, pooled)
         wrong += len(y) * nearest_class_mean_disagreement(features[layers[-1]], output.argmax(dim=1), means).item()
     return wrong / len(inputs)
+
+
+def _by_direction(moments: Moments) -> dict[str, list[float]]:
+    """The K − 1 principal directions of the class means: shares of their variance, and of NC1, which they add up to."""
+    means = moments.class_means
+    _, spread, directions = torch.linalg.svd(means - means.mean(dim=0), full_matrices=False)
+    spread, directions = spread[:-1], directions[:-1]  # rows that sum to zero have a rank of at most K − 1
+    within = moments.within_products(directions.mT).diagonal() / moments.count
+    return {
+        "variances": (spread.square() / spread.square().sum()).tolist(),
+        "nc1_shares": (within / spread.square()).tolist(),
+    }
 
 
 def _duality_but_for_rotation(weight: Tensor, means: Tensor) -> float:
@@ -217,14 +234,18 @@ COLLAPSE = Experiment("collapse", measure_collapse)
 
 
 def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
-    """The paper-scale runs of chapter 4: on CIFAR-10 a CNN on 10,000 images and a ResNet-18, else MLPs."""
+    """The paper-scale runs of chapter 4: on CIFAR-10 a CNN on 10,000 images and a ResNet-18, else MLPs.
+
+    The MLPs with and without weight decay, and with both decay and batch normalisation.
+    """
     base = {"dataset": dataset, "train_size": None, "momentum": 0.9, "batch_size": 128, "epochs": 350}
     if dataset.startswith("cifar10"):
         cnn = {**base, "model": "cnn", "width": 32, "train_size": 10_000, "lr": 0.02}
         resnet = {**base, "model": "resnet18", "width": 64, "lr": 0.05}
         return [{**each, "weight_decay": 5e-4, "seed": seeds[0]} for each in (cnn, resnet)]
-    mlp = {**base, "model": "mlp", "width": 256, "lr": 0.05}
-    return [{**mlp, "weight_decay": decay, "seed": seed} for seed in seeds for decay in (5e-4, 0.0)]
+    mlp = {**base, "width": 256, "lr": 0.05}
+    kinds = [("mlp", 5e-4), ("mlp-bn", 5e-4), ("mlp", 0.0)]
+    return [{**mlp, "model": model, "weight_decay": decay, "seed": seed} for seed in seeds for model, decay in kinds]
 
 
 def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
