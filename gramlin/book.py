@@ -43,6 +43,7 @@ class Parameters:
         seeds: of the repetitions.
         device: "cpu", "cuda", "cuda:1", "mps".
         results_dir: the folder of finished runs.
+        classes: a chapter's own choice of classes.
     """
 
     profile: str
@@ -50,6 +51,7 @@ class Parameters:
     seeds: tuple[int, ...]
     device: str
     results_dir: Path
+    classes: tuple[int, ...] = ()
 
     @property
     def paper(self) -> bool:
@@ -65,7 +67,13 @@ class Parameters:
 
 
 def check_parameters(
-    *, profile: str = "quick", dataset: str = "auto", device: str = "auto", seeds="0, 1, 2", results_dir: str = "auto"
+    *,
+    profile: str = "quick",
+    dataset: str = "auto",
+    device: str = "auto",
+    seeds="0, 1, 2",
+    results_dir: str = "auto",
+    **classes,
 ) -> Parameters:
     """Check a chapter's parameters, and resolve "auto"; the first thing that a chapter does.
 
@@ -76,14 +84,19 @@ def check_parameters(
         device: "auto" (cuda, then mps, then cpu), "cpu", "cuda", "cuda:N" or "mps".
         seeds: a list of different integers, or a string such as "0, 1, 2".
         results_dir: a folder; "auto" is ``results/`` of the repository, and without one the user's data folder.
+        classes: a chapter's parameters of its own, each the number of a class from 0 to 9, or the digit as a string.
 
     Raises:
         ValueError: a wrong value, or a name that papermill injected and no parameter has; the message says what is
             allowed.
     """
+    known = (*PARAMETERS, *classes)
     for name in _injected_names():
-        if name not in PARAMETERS:
-            raise ValueError(f"there is no parameter {name!r}; a chapter has {', '.join(PARAMETERS)}")
+        if name not in known:
+            raise ValueError(f"there is no parameter {name!r}; this chapter has {', '.join(known)}")
+    for name, value in classes.items():
+        if isinstance(value, bool) or str(value) not in tuple("0123456789"):
+            raise ValueError(f"{name} is {value!r}; pass the number of a class, from 0 to 9")
     if profile not in PROFILES:
         raise ValueError(f"profile is {profile!r}; pass one of {', '.join(map(repr, PROFILES))}")
     if dataset == "auto":
@@ -98,7 +111,8 @@ def check_parameters(
     directory = _default_results_directory() if results_dir == "auto" else Path(results_dir).expanduser()
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"results_dir is {str(results_dir)!r}, which is a file; pass the path of a folder, or 'auto'")
-    return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory)
+    numbers = tuple(int(value) for value in classes.values())
+    return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory, numbers)
 
 
 def claims(rows: Iterable[tuple[str, str, bool | None]]) -> None:
@@ -246,7 +260,7 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
     for name in parameters:
         if name not in known:
             raise ValueError(f"{chapter.name} has no parameter {name!r}; it has {', '.join(known) or 'none'}")
-    if set(known) == set(PARAMETERS):
+    if set(PARAMETERS) <= set(known):
         check_parameters(**parameters)
     output.parent.mkdir(parents=True, exist_ok=True)
     bar = {"desc": chapter.stem, "disable": not (sys.stderr.isatty() if progress is None else progress)}

@@ -45,6 +45,8 @@ LABELS = {
     "shortened": "plain steps of the whitened ones' length",
 }
 TARGET_MAP = "viridis"
+DEPTH_MAP = "viridis"
+BETA_MAP = "plasma"
 
 
 def use_style() -> None:
@@ -331,10 +333,10 @@ def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
     return figure
 
 
-def _depth_colors(layers: Sequence[str]) -> dict[str, tuple]:
-    """Colours from the input (dark) to the output (light)."""
-    shades = plt.get_cmap("viridis")(np.linspace(0, 0.88, len(layers)))
-    return {name: tuple(shade) for name, shade in zip(layers, shades, strict=True)}
+def _colors_in_order(names: Sequence[str], colormap: str = DEPTH_MAP) -> dict[str, tuple]:
+    """Colours from the first (dark) to the last (light): layers from the input, or β from the smallest."""
+    shades = plt.get_cmap(colormap)(np.linspace(0, 0.88, len(names)))
+    return {name: tuple(shade) for name, shade in zip(names, shades, strict=True)}
 
 
 def _grid(panels: int) -> tuple[Figure, np.ndarray]:
@@ -389,6 +391,7 @@ def plot_layers_over_training(
     ylabel: str,
     log_values: bool = False,
     log_epochs: bool = False,
+    colormap: str = DEPTH_MAP,
 ) -> Figure:
     """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
 
@@ -400,11 +403,12 @@ def plot_layers_over_training(
         ylabel: what is drawn.
         log_values: whether the vertical axis is logarithmic.
         log_epochs: whether the horizontal one is.
+        colormap: from the first layer to the last.
     """
     figure, grid = _grid(len(panels))
     labels: dict = {}
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
-        colors = _depth_colors(list(layers))
+        colors = _colors_in_order(list(layers), colormap)
         for name, (epochs, rows) in layers.items():
             _mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
             if dashed:
@@ -468,7 +472,7 @@ def plot_bound(points: dict[str, tuple[ArrayLike, ArrayLike]], class_spread: flo
         class_spread: g, 1 less the sum of squares of the classes' shares.
     """
     figure, axes = plt.subplots(figsize=(6, 4))
-    colors = _depth_colors(list(points))
+    colors = _colors_in_order(list(points))
     for name, (nc1, nonlinear) in points.items():
         axes.loglog(nc1, nonlinear, "o", color=colors[name], label=name, markersize=3.5, alpha=0.7)
     reach = [np.asarray(nc1) for nc1, _ in points.values()]
@@ -541,6 +545,83 @@ def plot_shear(panels: dict[str, ArrayLike], classes: ArrayLike) -> Figure:
         axes.set(title=title, xlabel="$h_1$")
     row[0].set_ylabel("$h_2$")
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def plot_over_beta(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]], *, ylabel: str) -> Figure:
+    """Draw a measure over epochs for every β, mean ± 2 sd over runs: a panel a title, a colour a β.
+
+    Args:
+        panels: by title, by β from the smallest: the epochs, and a row of values a run.
+        ylabel: what is drawn.
+    """
+    return plot_layers_over_training(panels, ylabel=ylabel, colormap=BETA_MAP)
+
+
+def plot_gap(points: dict[str, dict[str, ArrayLike]], spread: float) -> Figure:
+    """Draw the pooled gap over √((1 − TL)/2) between its bounds, and over the same of the inputs' TL.
+
+    Args:
+        points: by β: ``nonlinear`` and ``inputs``, 1 − TL against decodings and inputs; ``gap``; ``ratio``, κ.
+        spread: s, of the bounds κ ± s; the lines drawn are those of κ = 1.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True)
+    colors = _colors_in_order(list(points), BETA_MAP)
+    for axes, name in ((left, "nonlinear"), (right, "inputs")):
+        for beta, each in points.items():
+            x = np.sqrt(np.asarray(each[name]) / 2)
+            axes.plot(x, each["gap"], "o", color=colors[beta], label=beta, markersize=4, alpha=0.8)
+    reach = np.array([0, max(np.sqrt(np.nanmax(each["nonlinear"]) / 2) for each in points.values()) * 1.1])
+    for factor, style in ((1 + spread, "-"), (1 - spread, "--")):
+        label = f"({'1 + s' if factor > 1 else '1 − s'})·x, the bounds for κ = 1"
+        left.plot(reach, factor * reach, style, color=COLORS["theory"], linewidth=1.2, label=label)
+    left.set(xlabel="$\\sqrt{(1-\\mathrm{TL})/2}$, decodings", ylabel="pooled gap")
+    right.set(xlabel="$\\sqrt{(1-\\mathrm{TL})/2}$, inputs")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def plot_gap_bounds(gap: ArrayLike, bound: ArrayLike) -> Figure:
+    """Draw the gap of every pair over its bound, with the line that none may cross."""
+    figure, axes = plt.subplots(figsize=(4.8, 4))
+    axes.plot(bound, gap, ".", color=COLORS["virtual"], markersize=4, alpha=0.6, label="a pair of held-out images")
+    reach = [0, float(np.max(bound)) * 1.05]
+    axes.plot(reach, reach, color=COLORS["theory"], linewidth=1.2, label="gap = bound")
+    axes.set(xlabel="bound by the affine fit's residual", ylabel="gap of the segment")
+    axes.legend()
+    return figure
+
+
+def plot_strips(strips: dict[str, ArrayLike]) -> Figure:
+    """Draw rows of images, a strip a label: (steps, channels, height, width), values in [0, 1]."""
+    height, width = next(iter(strips.values())).shape[-2:]
+    figure, rows = plt.subplots(len(strips), 1, figsize=(8, 1 + 0.9 * len(strips)), squeeze=False)
+    for axes, (label, images) in zip(rows.flat, strips.items(), strict=True):
+        images = np.asarray(images)
+        row = images.transpose(2, 0, 3, 1).reshape(height, len(images) * width, -1)
+        axes.imshow(row.clip(0, 1), cmap="gray_r", vmin=0, vmax=1)
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([height / 2], [label])
+        axes.spines[:].set_visible(False)
+    rows[-1, 0].set_xticks([width / 2, (len(images) - 0.5) * width], ["λ = 0", "λ = 1"])
+    return figure
+
+
+def plot_tradeoff(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> Figure:
+    """Draw what β trades: a panel a measure, in it a line a data set over β, mean ± 2 sd over runs.
+
+    Args:
+        panels: by measure, by data set: the values of β, and a row of values a run.
+    """
+    figure, grid = _grid(len(panels))
+    palette = (COLORS["virtual"], COLORS["agop"], COLORS["whitened"])
+    for axes, (measure, sets) in zip(grid.flat, panels.items(), strict=False):
+        for (name, (betas, rows)), color in zip(sets.items(), palette, strict=False):
+            _mean_and_spread(axes, betas, rows, color, name)
+        axes.set(title=measure, xlabel="β", xscale="log")
+    grid[0, 0].set_ylabel("at the end of training")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 

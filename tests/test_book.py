@@ -33,6 +33,10 @@ def test_defaults_are_the_quick_profile_on_embedded_images():
     assert run.results_dir == ROOT / "results"
 
 
+def test_a_chapter_may_have_classes_of_its_own():
+    assert book.check_parameters(device="cpu", digit_a=3, digit_b="8").classes == (3, 8)
+
+
 def test_the_paper_profile_takes_the_papers_data():
     assert book.check_parameters(profile="paper", device="cpu").dataset == "cifar10"
 
@@ -54,6 +58,10 @@ BAD = {
     "seeds-float": ({"seeds": [0.5]}, "different integers"),
     "seeds-negative": ({"seeds": [-1]}, "at least 0"),
     "results-file": ({"results_dir": __file__}, "is a file"),
+    "class": ({"digit_a": 10}, "digit_a is 10; pass the number of a class, from 0 to 9"),
+    "class-digits": ({"digit_b": "12"}, "digit_b is '12'"),
+    "class-word": ({"digit_b": "boot"}, "digit_b is 'boot'"),
+    "class-none": ({"digit_b": ""}, "digit_b is ''"),
     "results-number": ({"results_dir": 3}, "path of a folder"),
 }
 
@@ -121,7 +129,9 @@ def test_a_misspelt_parameter_of_plain_papermill_is_refused_by_the_chapter(tmp_p
         cwd=tmp_path,
     )
     assert done.returncode != 0
-    assert "there is no parameter 'profil'; a chapter has profile, dataset, device, seeds, results_dir" in done.stderr
+    assert (
+        "there is no parameter 'profil'; this chapter has profile, dataset, device, seeds, results_dir" in done.stderr
+    )
 
 
 def test_a_failing_cell_is_named_with_its_reason(tmp_path):

@@ -36,6 +36,7 @@ from gramlin.experiments import (
     WHITENING,
     accuracy_difference,
     accuracy_panels,
+    beta_panels,
     bound_points,
     bound_violations,
     chapter4,
@@ -46,12 +47,15 @@ from gramlin.experiments import (
     collapse_verdicts,
     compare_solvers,
     depth_profiles,
+    gap_points,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
     growth_table,
     halves_table,
     interpolation_settings,
+    interpolation_table,
+    interpolation_verdicts,
     kept_table,
     linearity_panels,
     linearity_settings,
@@ -62,6 +66,7 @@ from gramlin.experiments import (
     readout_table,
     rest_table,
     run_once,
+    tradeoff_panels,
     whitening_settings,
     whitening_table,
 )
@@ -759,3 +764,63 @@ def test_settings_of_chapter_5_repeat_nothing_and_are_fewer_for_cifar():
             (1.0, 3, 30),
             (10.0, 3, 30),
         ]
+
+
+def encoded(ends: dict[float, list[tuple[float, float]]], **changes) -> list[Run]:
+    """Runs by β and seed: TL against inputs at the end, and against decodings; both start at 0.4 and 1.
+
+    The gap is √((1 − TL)/2) of the decodings, as for κ = s = 1/2.
+    """
+    runs = []
+    for beta, seeds in ends.items():
+        for seed, (inputs, decodings) in enumerate(seeds):
+            course = [1.0, 0.99, decodings]
+            gap = [math.sqrt((1 - each) / 2) for each in course]
+            metrics = {
+                "epoch": [0, 1, 2],
+                "tl_inputs": [0.4, 0.41, inputs],
+                "tl_decodings": course,
+                "tl_decodings_test": course,
+                "pca_ceiling": 0.8,
+                "gap": [None, *({"mean": each} for each in gap[1:])],
+                "pooled_gap": [None, *gap[1:]],
+                "residual_ratio": [None, 0.5, 0.5],
+                "violations": [0, 0, 1 if beta == 99 else 0],
+                **{key: [1.0, 2.0, 3.0] for key in ("reconstruction", "kl", "explained", "active_units")},
+            }
+            settings = {**interpolation_settings("digits", [seed])[0], "beta": beta, **changes}
+            runs.append(Run("interpolation", settings, metrics, wall_seconds=1.0, device="cpu"))
+    return runs
+
+
+def test_the_verdicts_on_interpolation_follow_their_rules():
+    falls = {0.1: [(0.7, 0.8), (0.71, 0.81)], 1.0: [(0.6, 0.9), (0.61, 0.91)], 10.0: [(0.5, 0.97), (0.51, 0.98)]}
+    row = interpolation_verdicts(encoded(falls)).loc["digits, MLP"]
+    assert row[["seeds", "TL rises with training", "TL falls with β", "violations"]].tolist() == [2, "yes", "yes", 0]
+    assert row["gap follows 1 − TL, decodings"] == "yes (+1.00)"
+    assert row["gap follows 1 − TL, inputs"].startswith("no (-")
+    rises = {0.1: [(0.5, 0.8), (0.51, 0.8)], 10.0: [(0.7, 0.9), (0.71, 0.9)]}
+    assert interpolation_verdicts(encoded(rises))["TL falls with β"].tolist() == ["no"]
+    sinks = {0.1: [(0.5, 0.8), (0.51, 0.8)], 10.0: [(0.3, 0.9), (0.31, 0.9)]}
+    assert interpolation_verdicts(encoded(sinks))["TL rises with training"].tolist() == ["no"]
+    one = {0.1: [(0.7, 0.8)], 99.0: [(0.6, 0.9), (0.6, 0.9)]}  # one seed in common
+    row = interpolation_verdicts(encoded(one)).loc["digits, MLP"]
+    assert row[["seeds", "TL rises with training", "violations"]].tolist() == [1, "–", 2]
+    assert interpolation_verdicts([]).empty
+
+
+def test_tables_and_panels_of_interpolation():
+    runs = encoded({0.1: [(0.7, 0.8), (0.8, 0.8)], 10.0: [(0.6, 0.9)]})
+    table = interpolation_table(runs).loc["digits, MLP"]
+    assert table.loc[0.1, "TL, inputs"] == "0.750 ± 0.071"
+    assert table.loc[0.1, "of the ceiling"] == "0.94 ± 0.09"
+    assert table.loc[10.0, "seeds"] == 1
+    epochs, rows = beta_panels(runs, "gap")["digits, MLP"]["β = 0.1"]
+    assert epochs.tolist() == [0, 1, 2]
+    assert np.isnan(rows[:, 0]).all()  # no pair decoded apart
+    assert beta_panels(runs, "tl_inputs")["digits, MLP"]["β = 10"][1].tolist() == [[0.4, 0.41, 0.6]]
+    points = gap_points(runs)["β = 0.1"]
+    assert points["nonlinear"].round(2).tolist() == [0.01, 0.2, 0.01, 0.2]
+    betas, ends = tradeoff_panels(runs, {"TL": "tl_inputs"})["TL"]["digits, MLP"]
+    assert (betas.tolist(), ends.tolist()) == ([0.1, 10.0], [[0.7, 0.6]])
+    assert interpolation_table([]).empty

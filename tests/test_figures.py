@@ -42,6 +42,10 @@ FIGURES = {
         {"start": (roll[:4], np.eye(2)), "end": (roll[4:8], np.eye(2))}, [0, 1, 0, 1], ["cat", "dog"]
     ),
     "shear": lambda: figures.plot_shear({"before": roll, "after": 2 * roll}, np.arange(20) % 2),
+    "over beta": lambda: figures.plot_over_beta({"one": {"β = 1": (x, [x, x]), "β = 4": (x, [x])}}, ylabel="TL"),
+    "gap": lambda: figures.plot_gap({"β = 1": dict.fromkeys(("nonlinear", "inputs", "gap", "ratio"), x / 4)}, 0.8),
+    "gap bounds": lambda: figures.plot_gap_bounds(x / 2, x),
+    "tradeoff": lambda: figures.plot_tradeoff({"TL": {"one": (x, [x, x]), "b": (x, [x])}, "KL": {"one": (x, [x])}}),
     "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),
 }
 
@@ -80,4 +84,14 @@ def test_the_bound_is_above_what_it_bounds():
     figure = figures.plot_bound({"h1": (np.array([0.5]), np.array([0.1]))}, 0.9)
     curve = next(line for line in figure.axes[0].get_lines() if line.get_label() == "bound")
     assert np.interp(0.5, *curve.get_data()) == pytest.approx(0.5 / 1.4, rel=1e-2)
+    mpl.pyplot.close(figure)
+
+
+def test_strips_are_rows_of_images_from_left_to_right():
+    steps = np.stack([np.full((1, 4, 5), value) for value in (0.0, 0.5, 1.0)])
+    figure = figures.plot_strips({"pixels": steps, "β = 1": steps})
+    rows = [axes.get_images()[0].get_array() for axes in figure.axes]
+    assert [row.shape[:2] for row in rows] == [(4, 15)] * 2
+    assert rows[0][0, ::5].ravel().tolist() == [0.0, 0.5, 1.0]
+    assert [axes.get_yticklabels()[0].get_text() for axes in figure.axes] == ["pixels", "β = 1"]
     mpl.pyplot.close(figure)

@@ -51,6 +51,7 @@ from gramlin.experiments.chapter5 import (
     interpolation_table,
     interpolation_verdicts,
     measure_interpolation,
+    tradeoff_panels,
 )
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
@@ -102,6 +103,7 @@ __all__ = [
     "select",
     "split_steps",
     "sweep",
+    "tradeoff_panels",
     "whitening_settings",
     "whitening_table",
 ]

@@ -230,6 +230,34 @@ def beta_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple[
     }
 
 
+def tradeoff_panels(
+    runs: Sequence[Run], measures: dict[str, str]
+) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Measures at the end of training over β, for ``figures.plot_tradeoff``: the values of β, and a row a seed.
+
+    Args:
+        runs: of chapter 5; of a data set, those seeds count that all values of β have.
+        measures: by title, as in ``beta_panels``.
+    """
+    panels: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for title, measure in measures.items():
+        panels[title] = {}
+        for name, betas in _by_beta(runs).items():
+            chosen = _with_all_seeds(betas)
+            ends = [[_course(run, measure)[-1] for run in group] for group in chosen.values()]
+            panels[title][name] = np.array(list(chosen)), np.array(ends).T
+    return panels
+
+
+def _with_all_seeds(betas: dict[float, list[Run]]) -> dict[float, list[Run]]:
+    """Of each β the runs with a seed that all have, in the order of the seeds."""
+    seeds = set.intersection(*({run.settings["seed"] for run in group} for group in betas.values()))
+    return {
+        beta: sorted((run for run in group if run.settings["seed"] in seeds), key=lambda run: run.settings["seed"])
+        for beta, group in betas.items()
+    }
+
+
 def gap_points(runs: Sequence[Run]) -> dict[str, dict[str, np.ndarray]]:
     """What the theorem ties together, by β, a value a run and epoch after the start.
 
@@ -293,22 +321,23 @@ def interpolation_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
     """
     rows = {}
     for title, betas in _by_beta(runs).items():
-        seeds = sorted(set.intersection(*({run.settings["seed"] for run in group} for group in betas.values())))
-        chosen = {beta: [run for run in group if run.settings["seed"] in seeds] for beta, group in betas.items()}
-        chosen = {beta: sorted(group, key=lambda run: run.settings["seed"]) for beta, group in chosen.items()}
-        row = {"seeds": len(seeds), "TL rises with training": "–", "TL falls with β": "–"}
+        chosen = _with_all_seeds(betas)
+        seeds = len(next(iter(chosen.values())))
+        if not seeds:
+            continue
+        row = {"seeds": seeds, "TL rises with training": "–", "TL falls with β": "–"}
         ends = {beta: [_course(run, "tl_inputs")[-1] for run in group] for beta, group in chosen.items()}
-        if len(seeds) > 1:
+        if seeds > 1:
             starts = {beta: [_course(run, "tl_inputs")[0] for run in group] for beta, group in chosen.items()}
             rises = all(paired_interval(ends[beta], starts[beta])[0] > 0 for beta in chosen)
             row["TL rises with training"] = "yes" if rises else "no"
             orders = [stats.spearmanr(list(chosen), values).statistic for values in zip(*ends.values(), strict=True)]
             falls = max(orders) <= -0.9 and paired_interval(ends[min(chosen)], ends[max(chosen)])[0] > 0
             row["TL falls with β"] = "yes" if falls else "no"
-        by_seed = [gap_points([group[index] for group in chosen.values()]) for index in range(len(seeds))]
+        by_seed = [gap_points([group[index] for group in chosen.values()]) for index in range(seeds)]
         for label, key in (("decodings", "nonlinear"), ("inputs", "inputs")):
             least = min(_rank_correlation(points, key) for points in by_seed)
-            word = "–" if len(seeds) == 1 else "yes" if least >= 0.9 else "no"
+            word = "–" if seeds == 1 else "yes" if least >= 0.9 else "no"
             row[f"gap follows 1 − TL, {label}"] = f"{word} ({least:+.2f})"
         row["violations"] = sum(sum(run.metrics["violations"]) for group in betas.values() for run in group)
         rows[title] = row
