@@ -35,7 +35,7 @@ Measures = dict[str, Float[Tensor, ""]]
 def neural_collapse(
     features: Features, targets: Classes, weight: Float[Tensor, "K d"] | None = None, *, num_classes: int | None = None
 ) -> Measures:
-    """How far features have collapsed: all is 0 at collapse, and ``target_linearity`` 1.
+    """How far features have collapsed (``eq:nc-measures``): all is 0 at collapse, and ``target_linearity`` 1.
 
     The measures:
         ``nc1``: tr(Σ_W Σ_B⁺)/K, with Σ_W = (1/n) Σ_i (h_i − μ_c)(h_i − μ_c)ᵀ, an average over *samples*, and
@@ -49,7 +49,7 @@ def neural_collapse(
         ``nc3``: as in ``self_duality``; only with ``weight``.
         ``target_linearity``: ``gramlin.target_linearity`` without ridge.
 
-    Collapse forces linearity: if M has rank K − 1, then ``target_linearity`` ≥ g/(g + ``nc1``)
+    Collapse forces linearity (``eq:nc-bound``): if M has rank K − 1, then ``target_linearity`` ≥ g/(g + ``nc1``)
     with g = 1 − Σ_c (n_c/n)², which is (K − 1)/K for balanced classes. Linearity does not force collapse.
 
     Args:

@@ -585,7 +585,7 @@ def plot_gap_bounds(gap: ArrayLike, bound: ArrayLike) -> Figure:
     """Draw the gap of every pair over its bound, with the line that none may cross."""
     figure, axes = plt.subplots(figsize=(4.8, 4))
     axes.plot(bound, gap, ".", color=COLORS["virtual"], markersize=4, alpha=0.6, label="a pair of held-out images")
-    reach = [0, float(np.max(bound)) * 1.05]
+    reach = [0, np.asarray(bound).max() * 1.05]
     axes.plot(reach, reach, color=COLORS["theory"], linewidth=1.2, label="gap = bound")
     axes.set(xlabel="bound by the affine fit's residual", ylabel="gap of the segment")
     axes.legend()
@@ -595,7 +595,7 @@ def plot_gap_bounds(gap: ArrayLike, bound: ArrayLike) -> Figure:
 def plot_strips(strips: dict[str, ArrayLike]) -> Figure:
     """Draw rows of images, a strip a label: (steps, channels, height, width), values in [0, 1]."""
     height, width = next(iter(strips.values())).shape[-2:]
-    figure, rows = plt.subplots(len(strips), 1, figsize=(8, 1 + 0.9 * len(strips)), squeeze=False)
+    figure, rows = plt.subplots(len(strips), 1, figsize=(7.6, 0.3 + 0.82 * len(strips)), squeeze=False)
     for axes, (label, images) in zip(rows.flat, strips.items(), strict=True):
         images = np.asarray(images)
         row = images.transpose(2, 0, 3, 1).reshape(height, len(images) * width, -1)

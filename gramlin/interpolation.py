@@ -273,7 +273,7 @@ def interpolate(
 def interpolation_gap(
     decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8, pooled: bool = False
 ) -> Float[Tensor, "*n"]:
-    """Root mean square over λ of ‖D(z_λ) − λD(z₁) − (1 − λ)D(z₀)‖, over ‖D(z₁) − D(z₀)‖.
+    """Root mean square over λ of ‖D(z_λ) − λD(z₁) − (1 − λ)D(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-gap``).
 
     0 for an affine decoder, but for rounding; unchanged if the decoder's output is scaled, rotated or shifted, or if
     the ends are exchanged; 1/√12 = 0.289 if one end's image is shown up to the middle and the other's from there.
@@ -314,7 +314,7 @@ def interpolation_gap(
 def gap_bound(
     decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
 ) -> Float[Tensor, " n"]:
-    """Root mean square over λ of ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖, over ‖D(z₁) − D(z₀)‖.
+    """Root mean square over λ of ‖r(z_λ)‖ + λ‖r(z₁)‖ + (1 − λ)‖r(z₀)‖, over ‖D(z₁) − D(z₀)‖ (``eq:vae-bound``).
 
     r = D − A is what an affine map A leaves of the decoder. No ``interpolation_gap`` with the same steps is larger,
     whatever A.
@@ -341,7 +341,7 @@ def gap_bound(
 def residual_ratio(
     decoder: Decoder, fit: LinearFit, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"], *, steps: int = 8
 ) -> Float[Tensor, ""]:
-    """κ, the root mean square of ‖D − A‖ along the segments over that at their ends.
+    """κ, the root mean square of ‖D − A‖ along the segments over that at their ends (``eq:vae-pooled``).
 
     1 if the affine map fits the decoder between the ends as well as at them. The pooled ``interpolation_gap`` over
     √((1 − TL)/2) lies between |κ − s| and κ + s, with s² the mean of λ² + (1 − λ)² (2/3) and TL the Target Linearity of
