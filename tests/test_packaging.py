@@ -177,10 +177,10 @@ def test_configuration_has_only_keys_that_jupyter_book_reads():
 # build says so.
 TEX = re.findall(
     r"\w+",
-    "Bigl Bigr Delta Lambda Omega Pi Sigma alpha approx begin beta bigl bigr cdot cdots cosh ddot delta det dot "
-    "dots end eta exp frac ge gg in infty lVert lambda langle ldots le ll ln mapsto mathbb mathbf mathrm max min "
-    "mu nabla ne op operatorname partial phi propto qquad quad rVert rangle sigma sinh sqrt sum tau text tfrac "
-    "tilde times to top varepsilon,",
+    "Bigl Bigr Delta Lambda Omega Pi Sigma Vert alpha approx bar begin beta bigl bigr cdot cos cosh ddot delta det "
+    "dot dots end eta exp frac ge gg in int kappa lVert lambda langle le ll ln mapsto mathbb mathbf mathcal mathrm "
+    "max min mu nabla ne operatorname partial phantom phi pm propto qquad quad rVert rangle sigma sim sinh sqrt sum "
+    "tau text textbf tfrac tilde times to top varepsilon",
 )
 
 
