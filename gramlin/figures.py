@@ -511,6 +511,7 @@ def plot_features_in_the_plane(
     columns = min(2, len(moments))
     rows = -(-len(moments) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.1 * rows + 0.5), squeeze=False)
+    figure.set_dpi(90)  # many points: keeps the file below the 150 kB of a committed figure
     classes = np.asarray(classes)
     palette = [COLORS[name] for name in ("virtual", "agop", "whitened", "gap", "agop_sqrt", "control")]
     for axes, (title, (features, weight)) in zip(grid.flat, moments.items(), strict=True):

@@ -47,11 +47,13 @@ from gramlin.experiments import (
     collapse_verdicts,
     compare_solvers,
     depth_profiles,
+    direction_table,
     gap_points,
     gram_shift_panels,
     gram_shift_settings,
     gram_shift_table,
     growth_table,
+    growth_verdicts,
     halves_table,
     interpolation_settings,
     interpolation_table,
@@ -463,11 +465,14 @@ def test_laws_of_growth_are_told_apart():
     assert row["R² log"] == pytest.approx(1)
     assert row["R² power"] < 1 - 1e-4
     assert table.loc["linear1", "R² exp, run"] == pytest.approx(1)
+    assert growth_verdicts([run])["C6"].tolist() == ["reproduced"]
+    run.metrics["layers"]["linear2"]["tl"] = np.where(rises, 0.3, 0.3 + 4e-9 * epochs**4).tolist()
+    assert growth_verdicts([run])["C6"].tolist() == ["not reproduced"]
     assert np.isnan(table.loc["linear1", "R² log"])
 
 
 def test_tables_of_no_runs_are_empty():
-    assert all(table([]).empty for table in (growth_table, linearity_table, linearity_verdicts))
+    assert all(table([]).empty for table in (growth_table, growth_verdicts, linearity_table, linearity_verdicts))
 
 
 def test_settings_of_chapter_3_repeat_nothing():
@@ -621,6 +626,8 @@ def collapsed(courses: list[dict], **changes) -> list[Run]:
             "epoch": list(range(n)),
             **{key: [0.5] * (n - 1) + [0.0] for key in keys},
             "class_spread": 0.9,
+            "variances": [[0.75, 0.25]] * n,
+            "nc1_shares": [[0.01 * (seed + 1), 0.2]] * n,
             "rest": {key: [1.0] * n for key in ("stationarity", "duality", "in_span", "simplex")},
             "layers": {"linear1": layer([0.5] * n, [2.0] * n), "linear2": layer(course["tl"], course["nc1"])},
         }
@@ -660,6 +667,9 @@ def test_tables_of_collapse():
     assert (epochs.tolist(), rows.round(2).tolist()) == ([0, 1, 2], [[0.5, 0.2, 0.11], [0.5, 0.2, 0.06]])
     assert readout_table(runs)["train accuracy"].tolist() == ["0.00 ± 0.00"]
     assert rest_table(runs).shape == (1, 4)
+    by_direction = direction_table(runs).loc["digits, MLP, λ = 0.0005"]
+    assert by_direction.loc["variance, %"].tolist() == ["75", "25"]
+    assert by_direction.loc["NC1"].tolist() == ["0.015", "0.2"]
     plain = collapsed([{"tl": [0.5], "nc1": [1.0]}], weight_decay=0.0)
     del plain[0].metrics["rest"]
     assert rest_table(plain).empty

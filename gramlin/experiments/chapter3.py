@@ -285,6 +285,18 @@ def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()), index=index, columns=_LAWS)
 
 
+def growth_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
+    """Chapter 3's claim C6, a row a group: "reproduced" if in every layer both laws fit with an R² of at least 0.9.
+
+    The exponential law in the rise of the surrogate, and the logarithmic one for Target Linearity after it: the least
+    R² over layers of each, as in ``growth_table``.
+    """
+    columns = ["R² exp, rise", "R² log"]
+    least = growth_table(runs).groupby(level="runs", sort=False)[columns].min().add_prefix("least ")
+    least["C6"] = np.where((least >= 0.9).all(axis=1), "reproduced", "not reproduced")
+    return least
+
+
 _LAWS = [
     "until epoch",
     "S grows by",

@@ -384,6 +384,21 @@ def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
 
 
+def direction_table(runs: Sequence[Run]) -> pd.DataFrame:
+    """Collapse of what enters the readout at the end of training, by principal direction of the class means.
+
+    Two rows a group, means over seeds: the direction's share of the class means' variance in percent, from the largest
+    on, and what it adds to NC1.
+    """
+    rows = {}
+    for title, group in _groups(runs).items():
+        for label, key, scale in (("variance, %", "variances", 100), ("NC1", "nc1_shares", 1)):
+            mean = scale * np.mean([run.metrics[key][-1] for run in group], axis=0)
+            rows[title, label] = {index: f"{value:.2g}" for index, value in enumerate(mean, start=1)}
+    index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "direction"])
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
 def rest_table(runs: Sequence[Run]) -> pd.DataFrame:
     """The readout's weight W at the end of training with weight decay, a row a group: mean ± sd over seeds.
 

@@ -1,10 +1,12 @@
-"""A Sphinx extension: MathJax from the book's own files, so that pages typeset offline and ask no other host.
+"""A Sphinx extension for the book's pages, listed in ``_config.yml``.
 
-``_config.yml`` lists it, and names ``../mathjax/tex-chtml.js``, seen from the static files, as the place of MathJax.
-The files are those of the package ``django-static-mathjax``, which is MathJax and nothing of Django's.
+It puts MathJax among the book's own files, so that pages typeset offline and ask no other host: the files of the package
+``django-static-mathjax``, which is MathJax and nothing of Django's. And in docstrings it turns the labels of equations
+into links to them.
 """
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from pathlib import Path
 _PARTS = ("tex-chtml.js", "output/chtml", "input/tex", "a11y", "sre")
 
 
-def source() -> Path:
+def mathjax() -> Path:
     """The folder of MathJax's files.
 
     Raises:
@@ -25,20 +27,26 @@ def source() -> Path:
     return folder
 
 
-def copy(app, _config) -> None:
-    """Put MathJax beside the pages; files that are there already are left alone."""
+def copy_mathjax(app, _env) -> None:
+    """Put MathJax beside the pages, where ``_config.yml`` says it is; files that are there already are left alone."""
     if app.builder.format != "html":
         return
     target = Path(app.outdir) / "mathjax"
     for part in _PARTS:
-        for path in [source() / part] if (source() / part).is_file() else (source() / part).rglob("*"):
-            copied = target / path.relative_to(source())
+        for path in [mathjax() / part] if (mathjax() / part).is_file() else (mathjax() / part).rglob("*"):
+            copied = target / path.relative_to(mathjax())
             if path.is_file() and not copied.exists():
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copied)
 
 
+def link_equations(_app, _what, _name, _object, _options, lines: list[str]) -> None:
+    """Turn a docstring's ``eq:label`` into a link."""
+    lines[:] = [re.sub(r"\(?``(eq:[a-z0-9-]+)``\)?", r":eq:`\1`", line) for line in lines]
+
+
 def setup(app) -> dict:
     """Called by Sphinx."""
-    app.connect("env-updated", copy)
+    app.connect("env-updated", copy_mathjax)
+    app.connect("autodoc-process-docstring", link_equations)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
