@@ -200,8 +200,8 @@ def repository() -> Path | None:
     return root if (root / "_toc.yml").exists() and (root / "book").is_dir() else None
 
 
-def chapters() -> list[Path]:
-    """The book's notebooks, in order.
+def notebooks() -> list[Path]:
+    """The book's notebooks: the chapters in order, then the pages that sum them up.
 
     Raises:
         BookError: the package was installed without the book's sources.
@@ -212,7 +212,29 @@ def chapters() -> list[Path]:
             "this gramlin was installed without the book's sources; clone its repository and install it with "
             "`make book` or `pip install --editable .[book]`, or give the path of a notebook"
         )
-    return sorted((root / "book").glob("*.ipynb"))
+    return sorted((root / "book").glob("*.ipynb"))  # chapters begin with their number
+
+
+def chapters() -> list[Path]:
+    """The notebooks of the chapters, in order; errors as in ``notebooks``."""
+    return [path for path in notebooks() if path.stem[0].isdigit()]
+
+
+def live_claims() -> dict[str, bool]:
+    """For each claim that the chapters' committed outputs name, whether all that they check of it holds.
+
+    Lines of stored runs that have not been run do not count. Empty without the book's sources.
+    """
+    found: dict[str, bool] = {}
+    if repository() is None:
+        return found
+    for path in chapters():
+        code = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+        printed = "".join("".join(output.get("text", "")) for output in code[-1]["outputs"])
+        for name, word, *_ in (line.split() for line in printed.splitlines()):
+            if word != "not":
+                found[name] = found.get(name, True) and word == "ok"
+    return found
 
 
 def find_chapter(name: str) -> Path:
@@ -223,11 +245,11 @@ def find_chapter(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    for path in chapters():
+    for path in notebooks():
         number = path.stem.split("_")[0]
         if name in (path.stem, path.name) or (name.isdigit() and number.isdigit() and int(name) == int(number)):
             return path
-    known = ", ".join(path.stem for path in chapters())
+    known = ", ".join(path.stem for path in notebooks())
     raise BookError(f"there is no chapter {name!r}; pass a number, a name or the path of a notebook: {known}")
 
 
@@ -323,7 +345,7 @@ def build(
     Raises:
         BookError: the renderer failed or there are no sources; ValueError, ClaimError: as in ``execute``.
     """
-    sources = chapters()
+    sources = notebooks()
     root = repository()
     parameters = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
     check_parameters(**parameters)

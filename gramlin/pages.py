@@ -1,8 +1,8 @@
 """A Sphinx extension for the book's pages, listed in ``_config.yml``.
 
-It puts MathJax among the book's own files, so that pages typeset offline and ask no other host: the files of the package
-``django-static-mathjax``, which is MathJax and nothing of Django's. And in docstrings it turns the labels of equations
-into links to them.
+It puts MathJax among the book's own files, so that pages typeset offline and ask no other host: the files of the
+package ``django-static-mathjax``, which is MathJax and nothing of Django's. And in docstrings it turns the labels of
+equations into links to them.
 """
 
 import importlib.util

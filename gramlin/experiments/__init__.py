@@ -55,6 +55,7 @@ from gramlin.experiments.chapter5 import (
     measure_interpolation,
     tradeoff_panels,
 )
+from gramlin.experiments.scorecard import scorecard, summary
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
@@ -104,8 +105,10 @@ __all__ = [
     "readout_table",
     "rest_table",
     "run_once",
+    "scorecard",
     "select",
     "split_steps",
+    "summary",
     "sweep",
     "tradeoff_panels",
     "whitening_settings",
