@@ -133,6 +133,12 @@ def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
     Raises:
         ValueError: not (K, d) with K ≥ 2, NaN or infinite entries, means that all coincide.
         TypeError: not a floating-point tensor.
+
+    Example:
+        >>> import torch
+        >>> means = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 3.0], [0.0, -3.0]])
+        >>> round(equinorm(means).item(), 6)
+        0.5
     """
     norms = _centred_means(class_means).norm(dim=1)
     return norms.std(correction=0) / norms.mean()
@@ -145,6 +151,13 @@ def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
     mean is at the centre, where it has no direction; 0 for two classes.
 
     Args, errors: as in ``equinorm``.
+
+    Example:
+        >>> import torch
+        >>> round(equiangularity(simplex_etf(4, 3)).item(), 6)
+        0.0
+        >>> round(equiangularity(torch.tensor([[6.0], [-1.0], [-2.0], [-3.0]])).item(), 6)
+        1.0
     """
     M = _centred_means(class_means)
     norms = M.norm(dim=1)
@@ -161,6 +174,13 @@ def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
     class means spread over directions, and nothing else.
 
     Args, errors: as in ``equinorm``.
+
+    Example:
+        >>> import torch
+        >>> round(etf_distance(3 * simplex_etf(5, 4) + 1).item(), 6)
+        0.0
+        >>> round(etf_distance(torch.arange(5.0)[:, None]).item(), 6)
+        1.0
     """
     M = _centred_means(class_means)
     K = len(M)
@@ -184,6 +204,14 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
     Raises:
         ValueError: shapes that differ or are not (K, d), a weight of zeros, several devices; as in ``equinorm``.
         TypeError: not floating-point tensors.
+
+    Example:
+        >>> import torch
+        >>> means, W = torch.tensor([[1.0], [3.0]]), torch.tensor([[-5.0], [5.0]])
+        >>> round(self_duality(weight=W, class_means=means).item(), 6)
+        0.0
+        >>> round(self_duality(weight=-W, class_means=means).item(), 6)
+        2.0
     """
     _check_matrix("weight", weight)
     M = _centred_means(class_means)

@@ -26,6 +26,11 @@ def weight_gram(weight: Float[Tensor, "k *d"], *, groups: int = 1) -> Float[Tens
     Raises:
         ValueError: fewer than two axes, or rows that do not split into ``groups``; not finite.
         TypeError: not a floating-point tensor.
+
+    Example:
+        >>> import torch
+        >>> weight_gram(torch.tensor([[1.0, 2.0], [0.0, 1.0]])).tolist()
+        [[1.0, 2.0], [2.0, 5.0]]
     """
     _check_numbers(weight=weight)
     matrix = weight_matrix(weight, groups)
@@ -47,6 +52,13 @@ def gram_shift(
 
     Raises:
         ValueError: the shapes differ, or as in ``weight_gram``.
+
+    Example:
+        >>> import torch
+        >>> gram_shift(torch.eye(2), torch.tensor([[1.0, 2.0], [0.0, 1.0]])).tolist()
+        [[0.0, 2.0], [2.0, 4.0]]
+        >>> gram_shift(torch.eye(2), torch.tensor([[0.0, -1.0], [1.0, 0.0]])).tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
     """
     _check_numbers(before=before, after=after)
     if before.shape != after.shape:
@@ -70,6 +82,16 @@ def feature_learning_sides(
 
     Raises:
         ValueError: the weight has no gradient, or the layer was not run inside the block.
+
+    Example:
+        >>> import torch
+        >>> from gramlin.hooks import record
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+        >>> with record(model) as records:
+        ...     model(torch.eye(3)).square().mean().backward()
+        >>> left, right = feature_learning_sides(records["0"])
+        >>> torch.allclose(left, right, atol=1e-6)
+        True
     """
     weight = record.layer.weight
     if weight.grad is None:
@@ -92,6 +114,12 @@ def virtual_update(
     Raises:
         ValueError: shapes differ, fewer than two axes, not finite.
         TypeError: not floating-point tensors, or an lr that is not a number.
+
+    Example:
+        >>> import torch
+        >>> H, gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> virtual_update(H, gradient, lr=0.5).tolist()
+        [[0.0, 2.0], [3.0, 2.0]]
     """
     _check_feature_gradient(features, gradient, lr)
     return features - lr * gradient
@@ -105,6 +133,14 @@ def virtual_covariance_shift(
     Equal to −η[(∂L/∂H)ᵀH + Hᵀ∂L/∂H] + η²(∂L/∂H)ᵀ∂L/∂H, and computed so. Not divided by n.
 
     Args, errors: as in ``virtual_update``.
+
+    Example:
+        >>> import torch
+        >>> H, gradient = torch.eye(2), torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+        >>> virtual_update(H, gradient, lr=0.5).tolist()
+        [[1.0, -1.0], [0.0, 1.0]]
+        >>> virtual_covariance_shift(H, gradient, lr=0.5).tolist()
+        [[0.0, -1.0], [-1.0, 1.0]]
     """
     _check_feature_gradient(features, gradient, lr)
     cross = gradient.mT @ features
@@ -128,6 +164,14 @@ def second_order_gap(
     Raises:
         ValueError: axes that do not agree; not finite.
         TypeError: not floating-point tensors, or an lr that is not a number.
+
+    Example:
+        >>> import torch
+        >>> H, deltas, W = torch.eye(2), torch.eye(2), torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> second_order_gap(H, deltas, W, lr=0.5).tolist()
+        [[0.0, -0.5], [-0.5, -1.0]]
+        >>> (gram_shift(W, W - 0.5 * deltas.mT @ H) - virtual_covariance_shift(H, deltas @ W, lr=0.5)).tolist()
+        [[0.0, -0.5], [-0.5, -1.0]]
     """
     _check_numbers(features=features, deltas=deltas, weight=weight)
     _check_learning_rate(lr)
@@ -159,6 +203,14 @@ def agop(
             random numbers (batch normalisation, dropout in training mode).
 
     Source: Radhakrishnan, Beaglehole, Pandit and Belkin (2024), the Neural Feature Ansatz.
+
+    Example:
+        >>> import torch
+        >>> H, W = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> agop(lambda h: h @ W.mT, H).tolist() == weight_gram(W).tolist()
+        True
+        >>> agop(lambda h: h.square().sum(dim=1), H).tolist()
+        [[4.0, 4.0], [4.0, 8.0]]
     """
     _check_numbers(inputs=inputs)
     if inputs.ndim < 2 or inputs.shape[0] == 0:
@@ -195,6 +247,14 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
 
     Raises:
         ValueError: shapes differ, not finite, or a matrix with all entries equal, which has no correlation.
+
+    Example:
+        >>> import torch
+        >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> round(matrix_correlation(A, 5 - 2 * A), 6)
+        -1.0
+        >>> round(matrix_correlation(A, torch.tensor([[2.0, 1.0], [3.0, 4.0]])), 6)
+        0.8
     """
     _check_numbers(a=a, b=b)
     if a.shape != b.shape:

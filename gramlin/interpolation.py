@@ -207,6 +207,13 @@ def negative_elbo(
 
     Raises:
         ValueError: images of another shape; a β that is negative or not finite.
+
+    Example:
+        >>> outputs = torch.zeros(1, 1, 2, 2), torch.tensor([[2.0]]), torch.tensor([[0.0]])
+        >>> round(negative_elbo(outputs, torch.ones(1, 1, 2, 2), beta=0.0).item(), 4)  # 4 ln 2
+        2.7726
+        >>> round(negative_elbo(outputs, torch.ones(1, 1, 2, 2)).item(), 4)
+        4.7726
     """
     if not (isinstance(beta, Real) and 0 <= beta < float("inf")):
         raise ValueError(f"beta is {beta!r}; pass a finite number, 0 or more")
@@ -232,6 +239,13 @@ def active_units(model: VAE, images: Float[Tensor, "n *image"], threshold: float
         ValueError: fewer than two images; as in ``VAE.encode``.
 
     Source: Burda, Grosse and Salakhutdinov (2016).
+
+    Example:
+        >>> model = VAE((1, 2, 2), latent=3, hidden=16)
+        >>> active_units(model, torch.zeros(4, 1, 2, 2))
+        0
+        >>> active_units(model, torch.eye(4).reshape(4, 1, 2, 2), threshold=0.0)
+        3
     """
     if len(images) < 2:
         raise ValueError(f"got {len(images)} images; pass at least two, a variance is taken over them")
@@ -257,6 +271,14 @@ def interpolate(
     Raises:
         ValueError: fewer than two steps; images that are not as many on both sides; as in ``VAE.encode``.
         TypeError: as in ``VAE.encode``.
+
+    Example:
+        >>> model = VAE((1, 2, 2), latent=3, hidden=16)
+        >>> images = interpolate(model, torch.zeros(1, 2, 2), torch.ones(1, 2, 2), steps=5)
+        >>> images.shape
+        torch.Size([5, 1, 2, 2])
+        >>> torch.allclose(images[4:], model.decode(model.encode(torch.ones(1, 1, 2, 2))[0]), atol=1e-6)
+        True
     """
     _check_positive("steps", steps, least=2)
     if x0.shape != x1.shape:
@@ -328,6 +350,15 @@ def gap_bound(
 
     Raises:
         ValueError, TypeError: as in ``interpolation_gap``; a fit to other latents or images than these.
+
+    Example:
+        >>> from gramlin.linearity import fit_linear
+        >>> z = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> fit = fit_linear(z, torch.square(z))  # 2z − 1/3
+        >>> round(gap_bound(torch.square, fit, z[:1], z[1:2], steps=1).item(), 6)
+        0.916667
+        >>> round(interpolation_gap(torch.square, z[:1], z[1:2], steps=1).item(), 6)
+        0.25
     """
     D0, D1 = _decoded_ends(decoder, z0, z1)
     r0, r1 = (_residual(fit, z, D) for z, D in ((z0, D0), (z1, D1)))
@@ -352,6 +383,13 @@ def residual_ratio(
 
     Raises:
         ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends.
+
+    Example:
+        >>> from gramlin.linearity import fit_linear
+        >>> z = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> fit = fit_linear(z, torch.square(z))  # leaves 1/3, −2/3, 1/3
+        >>> round(residual_ratio(torch.square, fit, z[:1], z[2:], steps=1).item(), 6)
+        2.0
     """
     D0, D1 = _decoded_ends(decoder, z0, z1)
     ends = (_residual(fit, z0, D0).square().mean() + _residual(fit, z1, D1).square().mean()) / 2
@@ -366,6 +404,11 @@ def decodes_apart(decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, 
     """Whether the two ends of a pair decode to images further apart than 100 roundings of their norm.
 
     Args, errors: as in ``interpolation_gap``.
+
+    Example:
+        >>> z0, z1 = torch.tensor([[1.0], [1.0]]), torch.tensor([[2.0], [-1.0]])
+        >>> decodes_apart(torch.square, z0, z1).tolist()
+        [True, False]
     """
     return _apart(*_decoded_ends(decoder, z0, z1), _eps(z0))
 

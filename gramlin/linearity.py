@@ -121,6 +121,15 @@ class LinearFit:
         ridge: the penalty it was fitted with.
         rank: of the centred features.
         of_classes: whether the targets were classes.
+
+    Example:
+        >>> import torch
+        >>> H = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> fit = fit_linear(H, torch.tensor([1.0, 3.0, 4.0]))
+        >>> fit
+        LinearFit(ridge=0.0, rank=2, of_classes=False)
+        >>> fit.coefficients.round(decimals=4).tolist(), fit.intercept.round(decimals=4).tolist()
+        ([[2.0], [3.0]], [1.0])
     """
 
     coefficients: Float[Tensor, "d K"] = field(repr=False)
@@ -462,6 +471,14 @@ def surrogate(
 
     Raises:
         ValueError, TypeError: as in ``target_linearity``; a weight that does not fit the features.
+
+    Example:
+        >>> import torch
+        >>> H, W = torch.tensor([[0.0], [2.0]]), torch.tensor([[3.0]])
+        >>> surrogate(H, W, H).item()
+        36.0
+        >>> surrogate(H.repeat(2, 1), W, H.repeat(2, 1)).item()
+        144.0
     """
     Z, Y = _centred_preactivations(features, weight, targets, num_classes)
     return (Y.mT @ Z).square().sum() / Y.shape[1]
@@ -480,6 +497,14 @@ def normalized_surrogate(
         ValueError, TypeError: as in ``surrogate``; pre-activations that are constant over the samples.
 
     Source: Kornblith, Norouzi, Lee and Hinton (2019), centred kernel alignment.
+
+    Example:
+        >>> import torch
+        >>> H = torch.cat([torch.eye(4), -torch.eye(4)])
+        >>> round(normalized_surrogate(H, 3 * torch.eye(4), H).item(), 6)
+        1.0
+        >>> round(normalized_surrogate(H, torch.eye(4)[:1], H).item(), 6)
+        0.5
     """
     Z, Y = _centred_preactivations(features, weight, targets, num_classes)
     if not Z.any():

@@ -60,6 +60,12 @@ def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
     Raises:
         TypeError: M is integer or complex.
         ValueError: M has fewer than two axes, an empty axis, or NaN or infinite entries.
+
+    Example:
+        >>> import torch
+        >>> M = torch.tensor([[3.0, -4.0], [4.0, 3.0]], dtype=torch.float64)
+        >>> polar_factor(M).round(decimals=6).tolist()
+        [[0.6, -0.8], [0.8, 0.6]]
     """
     _check_matrix(M)
     dtype = M.dtype if M.dtype in (torch.float32, torch.float64) else torch.float32
@@ -90,6 +96,14 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
 
     Returns:
         Tensor of M's shape, dtype and device.
+
+    Example:
+        >>> import torch
+        >>> M = torch.tensor([[3.0, -4.0], [4.0, 3.0]], dtype=torch.float64)
+        >>> newton_schulz_polar(M).round(decimals=6).tolist()
+        [[0.6, -0.8], [0.8, 0.6]]
+        >>> newton_schulz_polar(torch.tensor([1.0, 1e-6]).double().diag()).diagonal().round(decimals=4).tolist()
+        [1.0, 0.0005]
     """
     _check_matrix(M)
     X = M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
@@ -126,6 +140,13 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
 
     Raises:
         ValueError: shapes differ, or NaN or infinite entries.
+
+    Example:
+        >>> import torch
+        >>> before = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+        >>> after = torch.tensor([[-2.0, -2.0], [4.0, 2.0]])  # 2 · before, turned by 90°
+        >>> nearest_with_same_gram(before=before, after=after).round(decimals=4).tolist()
+        [[4.0, 2.0], [2.0, 2.0]]
     """
     if before.shape != after.shape:
         raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
@@ -211,6 +232,18 @@ def whiten(
         TypeError: a parameter is complex, or (at the step) has a sparse gradient.
         ValueError: `keep` is neither of the two; a given parameter is not in the optimizer, or has fewer than two axes.
         FloatingPointError: at the step, a weight with NaN or infinite entries.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = whiten(optimizer)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> plain = (model.weight - 0.1 * model.weight.grad).detach()
+        >>> optimizer.step()
+        >>> torch.allclose(model.weight.mT @ model.weight, plain.mT @ plain, atol=1e-6)
+        True
+        >>> handle.remove()
     """
     if keep not in ("gram", "rotation"):
         raise ValueError(f"keep is {keep!r}; pass 'gram' or 'rotation'")
