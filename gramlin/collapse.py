@@ -170,8 +170,8 @@ def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
     """‖MMᵀ/‖MMᵀ‖_F − (I − 11ᵀ/K)/√(K − 1)‖_F: from a simplex equiangular tight frame.
 
     0 exactly if the class means are the corners of a regular simplex, of any size and place. Its square is
-    2 − 2√(r/(K − 1)), with r the participation ratio of the variances of M, (Σ s²)²/Σ s⁴ ≤ K − 1: it sees how evenly
-    class means spread over directions, and nothing else.
+    2 − 2√(r/(K − 1)), with r = (Σ s²)²/Σ s⁴ ≤ K − 1 the participation ratio of M's variances, s its singular values:
+    it sees how evenly class means spread over directions, and nothing else.
 
     Args, errors: as in ``equinorm``.
 

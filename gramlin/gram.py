@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from gramlin.hooks import LayerRecord, check_layer, weight_matrix
 
+# A matrix whose entries differ by less than this, relative to its norm, has them equal but for float64's rounding.
+_EQUAL = 1e-14
+
 
 def weight_gram(weight: Float[Tensor, "k *d"], *, groups: int = 1) -> Float[Tensor, "*groups d d"]:
     """G = WᵀW, the inner products of a weight's columns (``eq:fle-gram``).
@@ -193,14 +196,14 @@ def agop(
     Exact, by ``torch.func``: Jacobians of all K outputs, a chunk of samples at a time.
 
     Args:
-        function: maps a batch (n, *shape) to outputs (n, K) or (n,), each sample by itself; a module in ``eval``
+        function: maps a batch ``(n, *shape)`` to outputs (n, K) or (n,), each sample by itself; a module in ``eval``
             mode, say.
-        inputs: the points, (n, *shape); d is the product of ``shape``.
+        inputs: the points, ``(n, *shape)``; d is the product of ``shape``.
         chunk_size: samples a chunk; by default as many as keep the Jacobians of a chunk under 2²⁵ numbers.
 
     Raises:
-        ValueError: no samples, not finite, an output of another shape, or a function that mixes samples or draws
-            random numbers (batch normalisation, dropout in training mode).
+        ValueError: no samples, not finite, an output of another shape, or a function that mixes samples (seen on the
+            first two) or draws random numbers (batch normalisation, dropout in training mode).
 
     Source: Radhakrishnan, Beaglehole, Pandit and Belkin (2024), the Neural Feature Ansatz.
 
@@ -226,6 +229,9 @@ def agop(
             raise ValueError(
                 f"the function maps shape {tuple(inputs[:2].shape)} to {tuple(outputs.shape)}: expected (n, K)"
             )
+        alone = "the function must treat each sample by itself and draw no random numbers; call .eval() on a module"
+        if len(outputs) == 2 and not _same_alone(one_sample, inputs[1], outputs[1].reshape(-1)):
+            raise ValueError(f"{alone} (a sample's output depends on the sample before it)")
         dimension, n_outputs = inputs[0].numel(), outputs[0].numel()
         chunk_size = chunk_size or max(1, 2**25 // (dimension * n_outputs))
         jacobian = torch.func.vmap(torch.func.jacrev(one_sample))
@@ -234,19 +240,28 @@ def agop(
             try:
                 rows = jacobian(chunk).reshape(-1, dimension)
             except RuntimeError as error:
-                raise ValueError(
-                    "the function must treat each sample by itself and draw no random numbers; for a module, call "
-                    f".eval() first ({str(error).splitlines()[0]})"
-                ) from error
+                raise ValueError(f"{alone} ({str(error).splitlines()[0]})") from error
             total += (rows.mT @ rows).to(total.device)
     return (total / len(inputs)).to(inputs)
+
+
+def _same_alone(function: Callable[[Tensor], Tensor], point: Tensor, output: Tensor) -> bool:
+    """Whether a sample has this output also without others beside it; a failure is left to be reported later."""
+    try:
+        own = function(point)
+    except (RuntimeError, ValueError):
+        return True
+    # Products of a batch and of a row may be rounded differently: half of the digits are enough to tell mixing.
+    tolerance = torch.finfo(output.dtype).eps ** 0.5
+    return own.shape == output.shape and torch.allclose(own, output, rtol=tolerance, atol=tolerance * output.norm())
 
 
 def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> float:
     """Pearson correlation of the entries of two matrices, in [−1, 1]; blind to scale and offset.
 
     Raises:
-        ValueError: shapes differ, not finite, or a matrix with all entries equal, which has no correlation.
+        ValueError: shapes differ, not finite, or a matrix with all entries equal but for float64's rounding: it has no
+            correlation.
 
     Example:
         >>> import torch
@@ -260,9 +275,10 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
     if a.shape != b.shape:
         raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they must agree")
     a, b = (_to_float64(matrix.detach()).flatten() for matrix in (a, b))
+    sizes = a.norm(), b.norm()
     a, b = a - a.mean(), b - b.mean()
     norms = a.norm() * b.norm()
-    if norms == 0:
+    if any(each.norm() <= _EQUAL * size for each, size in zip((a, b), sizes, strict=True)):
         raise ValueError("a matrix with all entries equal has no correlation with another")
     return max(-1.0, min(1.0, (a @ b / norms).item()))
 

@@ -349,7 +349,7 @@ def gap_bound(
         steps: as in ``interpolation_gap``.
 
     Raises:
-        ValueError, TypeError: as in ``interpolation_gap``; a fit to other latents or images than these.
+        ValueError, TypeError: as in ``interpolation_gap``; a fit to latents or images of another width.
 
     Example:
         >>> from gramlin.linearity import fit_linear
@@ -375,14 +375,15 @@ def residual_ratio(
     """κ, the root mean square of ‖D − A‖ along the segments over that at their ends (``eq:vae-pooled``).
 
     1 if the affine map fits the decoder between the ends as well as at them. The pooled ``interpolation_gap`` over
-    √((1 − TL)/2) lies between |κ − s| and κ + s, with s² the mean of λ² + (1 − λ)² (2/3) and TL the Target Linearity of
-    latents against their decodings: exactly for all n² ordered pairs of the n latents that A is fitted to, for other
-    pairs but for the sampling error.
+    √((1 − TL)/2) lies between ``|κ − s|`` and κ + s, with s² the mean of λ² + (1 − λ)² over the positions (2/3, but for
+    few steps) and TL the Target Linearity of latents against their decodings: exactly for all n² ordered pairs of the n
+    latents that A is fitted to, for other pairs but for the sampling error.
 
     Args: as in ``gap_bound``.
 
     Raises:
-        ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends.
+        ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends,
+            but for rounding.
 
     Example:
         >>> from gramlin.linearity import fit_linear
@@ -393,7 +394,8 @@ def residual_ratio(
     """
     D0, D1 = _decoded_ends(decoder, z0, z1)
     ends = (_residual(fit, z0, D0).square().mean() + _residual(fit, z1, D1).square().mean()) / 2
-    if ends == 0:
+    size = (D0.square().sum(dim=1).mean() + D1.square().sum(dim=1).mean()) / 2
+    if ends <= (_ROUNDINGS * _eps(z0)) ** 2 * size:
         raise ValueError("the affine map leaves nothing of the decoder at the ends: the ratio is undefined")
     inside = [_residual(fit, z, D).square().mean() for _, z, D in _decoded_inside(decoder, z0, z1, steps)]
     return (sum(inside) / steps / ends).sqrt()
@@ -403,7 +405,10 @@ def residual_ratio(
 def decodes_apart(decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, "n d"]) -> Bool[Tensor, " n"]:
     """Whether the two ends of a pair decode to images further apart than 100 roundings of their norm.
 
-    Args, errors: as in ``interpolation_gap``.
+    Args: as in ``interpolation_gap``.
+
+    Raises:
+        ValueError, TypeError: as there, but for ends that decode alike and for ``steps``.
 
     Example:
         >>> z0, z1 = torch.tensor([[1.0], [1.0]]), torch.tensor([[2.0], [-1.0]])

@@ -23,6 +23,9 @@ from gramlin.moments import ClassSums, Moments, Sums, centred, check_features, c
 # of squares resolve no standard deviation below about 1e-7 of the largest.
 _RANK_CUTOFF = 1e-12
 
+# Pre-activations below this fraction of what features and weight could make of them are float64's rounding.
+_ROUNDING = 1e-14
+
 Features = Float[Tensor, "n d"]
 Targets = Float[Tensor, "n *outputs"] | Integer[Tensor, " n"]
 
@@ -489,12 +492,14 @@ def normalized_surrogate(
 ) -> Float[Tensor, ""]:
     """‖W HᵀY‖²_F/(‖ZᵀZ‖_F ‖YᵀY‖_F), Z = HWᵀ, all centred: linear CKA of pre-activations and targets, in [0, 1].
 
-    Blind to rotation and scale of Z and of Y, but not to other linear maps of Z, as ``target_linearity`` is.
+    Blind to rotation and scale of Z and of Y. ``target_linearity`` is blind to every invertible linear map of Z; this
+    is not.
 
     Args: as in ``surrogate``.
 
     Raises:
-        ValueError, TypeError: as in ``surrogate``; pre-activations that are constant over the samples.
+        ValueError, TypeError: as in ``surrogate``; pre-activations that are constant over the samples, but for
+            rounding.
 
     Source: Kornblith, Norouzi, Lee and Hinton (2019), centred kernel alignment.
 
@@ -507,7 +512,8 @@ def normalized_surrogate(
         0.5
     """
     Z, Y = _centred_preactivations(features, weight, targets, num_classes)
-    if not Z.any():
+    size = torch.linalg.vector_norm(centred(features)) * torch.linalg.vector_norm(to_float64(weight))
+    if torch.linalg.vector_norm(Z) <= _ROUNDING * size:
         raise ValueError(f"the pre-activations of all {len(Z)} samples are equal: alignment is undefined")
     return (Y.mT @ Z).square().sum() / (_gram_norm(Z) * _gram_norm(Y))
 

@@ -29,7 +29,7 @@ __all__ = ["WhiteningHandle", "nearest_with_same_gram", "newton_schulz_polar", "
 _LOWEST = 1e-10
 _SCALE_CAP = 1.69
 
-# Bounds of the shortcut for small rotations, `_small_rotation`, whose measured errors its docstring states.
+# Bounds of the shortcut for small rotations, ``_small_rotation``, whose measured errors its docstring states.
 _MIN_ROWS = 64  # below, a float64 SVD takes less time than the shortcut
 _MAX_SKEW = 0.05  # ‖M − Mᵀ‖/‖M‖ above which it would hardly ever be accepted: do not begin
 _RESOLVED = 3e-5  # eigenvalues of M below this share of the largest drown in float32 (some 100 × its rounding)
@@ -87,7 +87,7 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
     """The usual approximate polar factor: a fixed number of quintic Newton–Schulz steps, in M's own precision.
 
     X ← X (15 I − 10 XᵀX + 3 (XᵀX)²)/8 from X₀ = M/‖M‖_F. Book: ``eq:gw-newton-schulz``. It stands here to be compared
-    with `polar_factor`. A step multiplies a small singular value by 15/8, so ten reach 1 only from about 1e-2 ‖M‖_F
+    with ``polar_factor``. A step multiplies a small singular value by 15/8, so ten reach 1 only from about 1e-2 ‖M‖_F
     up: on an ill-conditioned M the result is not orthogonal, and a zero M gives zero.
 
     Args:
@@ -118,28 +118,28 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
 
 
 def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-    """R* W⁺: of all weights with the Gram matrix of `after`, the one nearest to `before`.
+    """R* W⁺: of all weights with the Gram matrix of ``after``, the one nearest to ``before``.
 
-    Book: ``eq:gw-procrustes``. R* is the `polar_factor` of ``before @ after.T`` computed in float64. Three things
+    Book: ``eq:gw-procrustes``. R* is the ``polar_factor`` of ``before @ after.T`` computed in float64. Three things
     are done to it on the way:
 
-    - Small steps of float32 weights (k ≤ d) on a CPU take a shortcut, `_small_rotation`, in half the time of the SVD.
-      It is orthogonal to 1e-8, so the Gram is as exact, and it gives away up to 1e-3 of the distance to `before`
+    - Small steps of float32 weights (64 ≤ k ≤ d) on a CPU take a shortcut, ``_small_rotation``, in half the time of the
+      SVD. It is orthogonal to 1e-8, so the Gram is as exact, and it gives away up to 1e-3 of the distance to ``before``
       (measured; 1e-7 where W's condition number is below 100), by not turning, among themselves, the few directions
       of WWᵀ that drown in float32.
-    - Where R* is not unique (W rank-deficient or zero) it is the solution nearest to the identity: what `before` does
+    - Where R* is not unique (W rank-deficient or zero) it is the solution nearest to the identity: what ``before`` does
       not determine is left as the step made it.
     - More than twice as many rows as columns (embeddings) go through the span of both weights, 2d × 2d.
 
     Args:
         before: weight before the step, finite.
-        after: weight after the step, finite, of the same shape, dtype and device.
+        after: weight after the step, finite, of the same shape, precision and device.
 
     Returns:
-        The rotated weight in `after`'s dtype. Its Gram error is that of rounding it to this dtype.
+        The rotated weight in ``after``'s dtype. Its Gram error is that of rounding it to this dtype.
 
     Raises:
-        ValueError: shapes differ, or NaN or infinite entries.
+        ValueError: shapes or dtypes differ, or NaN or infinite entries.
 
     Example:
         >>> import torch
@@ -150,6 +150,8 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
     """
     if before.shape != after.shape:
         raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
+    if before.dtype != after.dtype:
+        raise ValueError(f"before is {before.dtype}, after {after.dtype}: they must agree")
     if before.device.type not in ("cpu", "cuda"):  # may lack float64
         return nearest_with_same_gram(before=before.cpu(), after=after.cpu()).to(after.device)
     k, d = before.shape
@@ -174,7 +176,7 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
 
 
 class WhiteningHandle:
-    """What `whiten` returns: `remove()` detaches it, and the optimizer steps plainly again."""
+    """What ``whiten`` returns: ``remove()`` detaches it, and the optimizer steps plainly again."""
 
     def __init__(self, hooks):
         self._hooks = hooks
@@ -192,15 +194,15 @@ def whiten(
     keep: Literal["gram", "rotation"] = "gram",
     solver: Callable[[Tensor], Tensor] = polar_factor,
 ) -> WhiteningHandle:
-    """Make each step of `optimizer` keep its Gram shift and nothing else: W⁺ becomes R* W⁺.
+    """Make each step of ``optimizer`` keep its Gram shift and nothing else: W⁺ becomes R* W⁺.
 
     Book: ``eq:gw-procrustes``. Attaches with torch's own step hooks, so schedulers, closures, gradient scaling,
-    clipping, `foreach`, `fused` and state_dict work as before. Nothing is remembered from one step to the next: after
-    loading a state_dict, attach again and training goes on bit for bit. A step is a whole call of
-    `optimizer.step`, however often a closure is evaluated within it. A weight that the step leaves as it was (skipped,
-    no gradient) is not touched. A weight of more than two axes is the matrix of its first axis against all others,
-    (out, in·kh·kw) for a convolution without groups; a transposed or grouped convolution is another matrix: leave it
-    out through `params`.
+    clipping, ``foreach``, ``fused`` and state_dict work as before. Nothing is remembered from one step to the next:
+    after loading a state_dict, attach again and training goes on bit for bit. A step is a whole call of
+    ``optimizer.step``, however often a closure is evaluated within it. A weight that the step leaves as it was
+    (skipped, no gradient) is not touched. A weight of more than two axes is the matrix of its first axis against all
+    others, (out, in·kh·kw) for a convolution without groups; a transposed or grouped convolution is another matrix:
+    leave it out through ``params``.
 
     *Biases are left alone.* Turning b by the R of W would keep the Gram of [W b] as well, the matrix that belongs to
     the features (H, 1). But (FLE) holds for WᵀW by itself, bias or not. And to first order W's whitened step is −η
@@ -212,26 +214,28 @@ def whiten(
     gradients in the buffer are in those.
 
     R* W⁺ Wᵀ is positive semi-definite, so det W keeps its sign: such steps do not take a square W through a singular
-    one (up to what the shortcut of `nearest_with_same_gram` does not resolve).
+    one (up to what the shortcut of ``nearest_with_same_gram`` does not resolve).
 
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any ``torch.optim.Optimizer``.
         params: the parameters to whiten, each of at least two axes and in the optimizer. Default: at each step, all of
             the optimizer's that have at least two axes and require a gradient.
         keep: "gram", or "rotation" for the other half of the step: R*ᵀ W, which turns W as the step turned it and
             leaves the Gram matrix WᵀW what it was. (By the same theorem with W and W⁺ exchanged, it is the weight with
             the old Gram matrix that is nearest to W⁺.)
         solver: from M = W W⁺ᵀ (k, k), in the weight's dtype (at least float32), to R. The default is computed by
-            `nearest_with_same_gram`; any other is applied plainly, as R @ W⁺, so that approximate solvers such as
-            `newton_schulz_polar` can be compared.
+            ``nearest_with_same_gram``; any other is applied plainly, as R @ W⁺, so that approximate solvers such as
+            ``newton_schulz_polar`` can be compared.
 
     Returns:
-        A handle with `remove()`.
+        A handle with ``remove()``.
 
     Raises:
         TypeError: a parameter is complex, or (at the step) has a sparse gradient.
-        ValueError: `keep` is neither of the two; a given parameter is not in the optimizer, or has fewer than two axes.
-        FloatingPointError: at the step, a weight with NaN or infinite entries.
+        ValueError: ``keep`` is neither of the two; a given parameter is not in the optimizer, or has fewer than two
+            axes.
+        FloatingPointError: at the step, a weight with NaN or infinite entries (not looked for with a solver of one's
+            own).
 
     Example:
         >>> import torch
@@ -280,7 +284,7 @@ def whiten(
         for p, old in before:
             if p.numel() == 0 or torch.equal(p, old):
                 continue
-            target, kept = old.flatten(1), p.flatten(1)  # turn `kept` until it is nearest to `target`
+            target, kept = old.flatten(1), p.flatten(1)  # turn kept until it is nearest to target
             if keep == "rotation":
                 target, kept = kept, target
             if solver is polar_factor:

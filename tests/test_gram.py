@@ -488,8 +488,15 @@ BAD_CALLS = {
     "virtual shift with a rate in words": (lambda g: g.virtual_covariance_shift(ones, ones, "0.1"), TypeError, "str"),
     "gap with wrong axes": (lambda g: g.second_order_gap(ones, ones, ones.T, 0.1), ValueError, r"expected \(n, d\)"),
     "correlation with a constant": (lambda g: g.matrix_correlation(ones, ones), ValueError, "all entries equal"),
+    "correlation with rounding": (
+        lambda g: g.matrix_correlation(torch.full((3, 3), 0.1).double(), torch.eye(3).double()),
+        ValueError,
+        "all entries equal",
+    ),
     "correlation of two shapes": (lambda g: g.matrix_correlation(ones, ones.T), ValueError, "must agree"),
     "agop of nothing": (lambda g: g.agop(lambda x: x, torch.ones(0, 3)), ValueError, "at least one sample"),
+    "agop of a mixture": (lambda g: g.agop(lambda x: x - x.mean(dim=0), torch.eye(3)), ValueError, "the sample before"),
+    "agop of sums": (lambda g: g.agop(lambda x: x.cumsum(dim=0), torch.eye(3)), ValueError, "the sample before"),
     "agop of a reduction": (lambda g: g.agop(lambda x: x.sum(), ones), ValueError, r"expected \(n, K\)"),
 }
 

@@ -646,6 +646,13 @@ ERRORS = {
     "weight nan": (lambda g: g.surrogate(H5, W5 / 0, Y5), ValueError, r"weight of shape \(4, 3\) has NaN or infinite"),
     "weight device": (lambda g: g.surrogate(H5, W5.to("meta"), Y5), ValueError, "weight on meta; move them"),
     "surrogate constant": (lambda g: g.surrogate(H5, W5, Y5 * 0), ValueError, "all 5 samples are constant"),
+    "alignment rounding": (
+        lambda g: g.normalized_surrogate(
+            torch.tensor([[0.1, 0.3], [0.7, 0.9], [0.2, 0.4]], dtype=torch.float64), torch.tensor([[1.0, -1.0]]), Y5[:3]
+        ),
+        ValueError,
+        "are equal: alignment is undefined",
+    ),
     "alignment constant": (
         lambda g: g.normalized_surrogate(H5 * 0 + 0.1, W5, Y5),
         ValueError,

@@ -407,6 +407,8 @@ def test_a_square_weight_is_not_taken_through_a_singular_one():
 def test_nearest_says_which_shapes_disagree(unchecked_whitening):
     with pytest.raises(ValueError, match=r"before has shape \(3, 4\), after \(4, 3\): they must agree"):
         unchecked_whitening.nearest_with_same_gram(before=torch.ones(3, 4), after=torch.ones(4, 3))
+    with pytest.raises(ValueError, match=r"before is torch\.float32, after torch\.float64: they must agree"):
+        unchecked_whitening.nearest_with_same_gram(before=torch.ones(3, 4), after=torch.ones(3, 4).double())
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
