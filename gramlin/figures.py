@@ -410,6 +410,7 @@ def plot_layers_over_training(
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
         colors = _colors_in_order(list(layers), colormap)
         for name, (epochs, rows) in layers.items():
+            epochs, rows = _from_epoch_1(epochs, rows) if log_epochs else (epochs, rows)
             _mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
             if dashed:
                 epochs, rows = dashed[title][name]
@@ -447,6 +448,12 @@ def plot_depth_profiles(panels: dict[str, dict[str, ArrayLike]], layers: Sequenc
     return figure
 
 
+def _from_epoch_1(epochs: ArrayLike, rows: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """The later part of a course: a logarithmic axis has no place for epoch 0."""
+    epochs, rows = np.asarray(epochs), np.asarray(rows)
+    return epochs[epochs > 0], rows[:, epochs > 0]
+
+
 def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> Figure:
     """Draw several measures over epochs, both on logarithmic axes, mean ± 2 sd of the logarithm over runs.
 
@@ -456,7 +463,7 @@ def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> 
     figure, grid = _grid(len(panels))
     for axes, (title, measures) in zip(grid.flat, panels.items(), strict=False):
         for name, (epochs, rows) in measures.items():
-            _mean_and_spread(axes, epochs, rows, COLORS[name], name, marker="", log=True)
+            _mean_and_spread(axes, *_from_epoch_1(epochs, rows), COLORS[name], name, marker="", log=True)
         axes.set(title=title, xlabel="epoch", xscale="log", yscale="log")
     for axes in grid[:, 0]:
         axes.set_ylabel("0 at collapse")
@@ -583,11 +590,12 @@ def plot_gap(points: dict[str, dict[str, ArrayLike]], spread: float) -> Figure:
 
 
 def plot_gap_bounds(gap: ArrayLike, bound: ArrayLike) -> Figure:
-    """Draw the gap of every pair over its bound, with the line that none may cross."""
+    """Draw the gap of every pair over its bound, on logarithmic axes, with the line that none may cross."""
     figure, axes = plt.subplots(figsize=(4.8, 4))
-    axes.plot(bound, gap, ".", color=COLORS["virtual"], markersize=4, alpha=0.6, label="a pair of held-out images")
-    reach = [0, np.asarray(bound).max() * 1.05]
-    axes.plot(reach, reach, color=COLORS["theory"], linewidth=1.2, label="gap = bound")
+    gap, bound = np.asarray(gap), np.asarray(bound)
+    axes.loglog(bound, gap, ".", color=COLORS["virtual"], markersize=4, alpha=0.6, label="a pair of held-out images")
+    reach = [gap.min() / 1.2, bound.max() * 1.2]
+    axes.loglog(reach, reach, color=COLORS["theory"], linewidth=1.2, label="gap = bound")
     axes.set(xlabel="bound by the affine fit's residual", ylabel="gap of the segment")
     axes.legend()
     return figure

@@ -382,8 +382,8 @@ def residual_ratio(
     Args: as in ``gap_bound``.
 
     Raises:
-        ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends,
-            but for rounding.
+        ValueError, TypeError: as in ``gap_bound``, without need for ends that decode apart; no residual at the ends.
+            One of rounding is not told from others, and gives the ratio of two roundings.
 
     Example:
         >>> from gramlin.linearity import fit_linear
@@ -394,8 +394,7 @@ def residual_ratio(
     """
     D0, D1 = _decoded_ends(decoder, z0, z1)
     ends = (_residual(fit, z0, D0).square().mean() + _residual(fit, z1, D1).square().mean()) / 2
-    size = (D0.square().sum(dim=1).mean() + D1.square().sum(dim=1).mean()) / 2
-    if ends <= (_ROUNDINGS * _eps(z0)) ** 2 * size:
+    if ends == 0:
         raise ValueError("the affine map leaves nothing of the decoder at the ends: the ratio is undefined")
     inside = [_residual(fit, z, D).square().mean() for _, z, D in _decoded_inside(decoder, z0, z1, steps)]
     return (sum(inside) / steps / ends).sqrt()

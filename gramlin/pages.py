@@ -41,7 +41,7 @@ def copy_mathjax(app, _env) -> None:
 
 
 def link_equations(_app, _what, _name, _object, _options, lines: list[str]) -> None:
-    """Turn a docstring's ``eq:label`` into a link."""
+    """Turn the labels of equations, marked as code in a docstring, into links."""
     lines[:] = [re.sub(r"\(?``(eq:[a-z0-9-]+)``\)?", r":eq:`\1`", line) for line in lines]
 
 

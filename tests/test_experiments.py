@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,13 +69,15 @@ from gramlin.experiments import (
     readout_table,
     rest_table,
     run_once,
+    scorecard,
+    summary,
     tradeoff_panels,
     whitening_settings,
     whitening_table,
 )
 from gramlin.experiments.chapter2 import split_steps
 from gramlin.models import MLP
-from gramlin.results import Run
+from gramlin.results import ResultsStore, Run
 from gramlin.training import accuracy, train
 
 # ---- Chapter 1 ----------------------------------------------------------------------------------------------------
@@ -665,7 +668,13 @@ def test_tables_of_collapse():
     assert np.isnan(panel["NC4"][1][:, -1]).all()  # no place for 0 on a logarithmic axis
     epochs, rows = collapse_panels(runs, "nonlinear")["digits, MLP, λ = 0.0005"]["h1"]
     assert (epochs.tolist(), rows.round(2).tolist()) == ([0, 1, 2], [[0.5, 0.2, 0.11], [0.5, 0.2, 0.06]])
-    assert readout_table(runs)["train accuracy"].tolist() == ["0.00 ± 0.00"]
+    assert table.loc["h1", "NC1, end/least"] == "1.00"
+    readout = readout_table(runs).loc["digits, MLP, λ = 0.0005"]
+    assert readout["train accuracy"] == "0.00 ± 0.00"
+    # g = 0.9, two directions with 0.01 or 0.02, and 0.2: 0.9/1.11 or 0.9/1.12; the mean of 0.45/0.46 or 0.45/0.47
+    # and 0.45/0.65.
+    assert readout["TL at least, by NC1"] == "0.8072 ± 0.0051"
+    assert readout["TL at least, by direction"] == "0.8301 ± 0.0074"
     assert rest_table(runs).shape == (1, 4)
     by_direction = direction_table(runs).loc["digits, MLP, λ = 0.0005"]
     assert by_direction.loc["variance, %"].tolist() == ["75", "25"]
@@ -834,3 +843,45 @@ def test_tables_and_panels_of_interpolation():
     betas, ends = tradeoff_panels(runs, {"TL": "tl_inputs"})["TL"]["digits, MLP"]
     assert (betas.tolist(), ends.tolist()) == ([0.1, 10.0], [[0.7, 0.6]])
     assert interpolation_table([]).empty
+
+
+# ---- All claims ----------------------------------------------------------------------------------------------------
+
+
+def test_the_scorecard_has_every_claim_and_says_how_to_run_what_was_not(tmp_path):
+    table = scorecard(ResultsStore(tmp_path), {})
+    assert table["claim"].drop_duplicates().tolist() == [
+        *("C1", "C2", "C3", "C4", "C4b", "C5", "C5b", "C6", "C7", "C8", "C9", "C10", "C11", "C12"),
+    ]
+    assert set(table["verdict"]) == {"not yet run"}
+    commands = table.drop_duplicates("claim").set_index("claim")["command"]
+    assert commands[["C1", "C2", "C8", "C9"]].tolist() == [
+        *("gramlin run 1", "gramlin run 1 --profile paper", "gramlin run 5 --profile paper", ""),
+    ]
+
+
+def test_the_scorecard_judges_as_the_chapters_do(tmp_path):
+    store = ResultsStore(tmp_path)
+    for run in [
+        *stored("digits", [0.9, 0.91, 0.92], [0.5, 0.52, 0.51]),
+        *(collapsed([{"tl": [0.4, 0.9, 0.99], "nc1": [3.0, 0.5, 0.01]}])),
+        *encoded({0.1: [(0.7, 0.8), (0.71, 0.81)], 10.0: [(0.5, 0.97), (0.51, 0.98)]}),
+    ]:
+        store.save(run)
+    table = scorecard(store, {"C1": True, "C3": False}).set_index("claim")
+    assert table.loc["C1", "verdict"] == "reproduced"
+    assert table.loc["C3", "verdict"] == "not reproduced"
+    row = table.loc["C2"]
+    assert (row["verdict"], row["seeds"], row["profile"]) == ("reproduced", 3, "paper")
+    assert row["here"] == "ρ 0.910 ± 0.010, AGOP 0.510 ± 0.010"
+    assert table.loc["C7", "verdict"] == "not decided by one seed"
+    assert table.loc["C8", "verdict"].tolist() == ["reproduced", "reproduced", "not reproduced", "reproduced"]
+    found = summary(table.reset_index()).set_index("claim")["found"]
+    assert found["C2"] == "reproduced"
+    assert found["C4"] == "not yet run"
+
+
+def test_the_summary_counts_sets_of_runs():
+    rows = [("C2", "x", word) for word in ("reproduced", "reproduced", "not reproduced")]
+    table = pd.DataFrame(rows, columns=["claim", "says", "verdict"])
+    assert summary(table)["found"].tolist() == ["2 × reproduced, 1 × not reproduced"]

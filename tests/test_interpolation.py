@@ -408,11 +408,6 @@ ERRORS = {
         ValueError,
         "leaves nothing of the decoder at the ends",
     ),
-    "no residual but rounding": (
-        lambda g: g.residual_ratio(lambda z: 3 * z + 1, g.fit_linear(Z, 3 * Z + 1), Z, -Z),
-        ValueError,
-        "leaves nothing of the decoder at the ends",
-    ),
     "dimensions": (lambda g: g.pca_ceiling(Z, 0), ValueError, "dimensions is 0; pass an integer of at least 1"),
     "targets' shape": (
         lambda g: g.pca_ceiling(X, 2),

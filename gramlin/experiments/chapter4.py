@@ -315,8 +315,8 @@ def collapse_table(runs: Sequence[Run]) -> pd.DataFrame:
 
     "TL" and "NC1" of the features that enter the layer, on the training data; "bound": by how much the bound of Target
     Linearity by collapse is missed, (1 − TL)(g + NC1)/NC1, which is at most 1, and 1 where it is tight (the largest
-    over seeds); "NC2 simplex"; and "90% by epoch": when ln NC1 has made nine tenths of its way from the start to its
-    least value, the mean over seeds (nothing for the pixels, which do not move).
+    over seeds); "NC2 simplex"; "90% by epoch": when ln NC1 has made nine tenths of its way from the start to its
+    least value; and "NC1, end/least", means over seeds. Nothing for the pixels, which do not move.
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -329,6 +329,9 @@ def collapse_table(runs: Sequence[Run]) -> pd.DataFrame:
                 "bound": f"{max(_tightness(run, name)[-1] for run in group):.2f}",
                 "NC2 simplex": mean_and_spread([layer["nc2_etf"][-1] for layer in layers], 3),
                 "90% by epoch": f"{np.mean([_settles(run, name) for run in group]):.0f}" if index else "–",
+                "NC1, end/least": f"{np.mean([layer['nc1'][-1] / min(layer['nc1']) for layer in layers]):.2f}"
+                if index
+                else "–",
             }
     index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "features"])
     return pd.DataFrame(list(rows.values()), index=index)
@@ -363,8 +366,9 @@ def bound_violations(runs: Sequence[Run]) -> int:
 def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
     """The end of training, a row a group: accuracies in percent, and what enters the readout; mean ± sd over seeds.
 
-    "NC3" is the distance between weight and class means, "but for a rotation" the least that a left rotation of the
-    weight could make of it.
+    Target Linearity beside the bounds that NC1 puts on it, as a whole and direction by direction (the classes taken to
+    be of equal size). "NC3" is the distance between weight and class means, "but for a rotation" the least that a left
+    rotation of the weight could make of it.
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -375,6 +379,8 @@ def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
             "train accuracy": mean_and_spread([100 * each["train_accuracy"][-1] for each in metrics], 2),
             "test accuracy": mean_and_spread([100 * each["test_accuracy"][-1] for each in metrics], 2),
             "TL": mean_and_spread([layer["tl"][-1] for layer in top], 4),
+            "TL at least, by NC1": mean_and_spread([_bounds(each)[0] for each in metrics], 4),
+            "TL at least, by direction": mean_and_spread([_bounds(each)[1] for each in metrics], 4),
             **{label: mean_and_spread([layer[key][-1] for layer in top], 3) for key, label in _LABELS.items()},
             "NC3": mean_and_spread([each["nc3"][-1] for each in metrics], 3),
             "NC3 but for a rotation": mean_and_spread([each["nc3_rotated"][-1] for each in metrics], 3),
@@ -382,6 +388,13 @@ def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
             "NC4 held-out, %": mean_and_spread([100 * each["nc4_test"][-1] for each in metrics], 2),
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
+
+
+def _bounds(metrics: dict) -> tuple[float, float]:
+    """g/(g + NC1), and the mean over directions of q/(q + NC1_k) with q = g/(K − 1)."""
+    g, shares = metrics["class_spread"], np.array(metrics["nc1_shares"][-1])
+    q = g / len(shares)
+    return g / (g + shares.sum()), float(np.mean(q / (q + shares)))
 
 
 def direction_table(runs: Sequence[Run]) -> pd.DataFrame:
@@ -402,14 +415,14 @@ def direction_table(runs: Sequence[Run]) -> pd.DataFrame:
 def rest_table(runs: Sequence[Run]) -> pd.DataFrame:
     """The readout's weight W at the end of training with weight decay, a row a group: mean ± sd over seeds.
 
-    "‖∂L/∂W + λW‖/λ‖W‖": 0 at rest; "W in the span of M": the share of ‖W‖² there; "W − AM/λ": its norm over ‖W‖;
-    "A, I − 11ᵀ/K": their cosine, 1 where weight and class means are dual.
+    "‖∂L/∂W + λW‖/λ‖W‖" is 0 at rest; the share of ‖W‖² in the span of M and "‖W − AM/λ‖/‖W‖" are 1 and 0 at rest and
+    collapse; "cos(A, I − 11ᵀ/K)" is then 1 where weight and class means are dual.
     """
     columns = {
         "stationarity": "‖∂L/∂W + λW‖/λ‖W‖",
-        "in_span": "W in the span of M",
-        "duality": "W − AM/λ",
-        "simplex": "A, I − 11ᵀ/K",
+        "in_span": "share of ‖W‖² in the span of M",
+        "duality": "‖W − AM/λ‖/‖W‖",
+        "simplex": "cos(A, I − 11ᵀ/K)",
     }
     rows = {
         title: {

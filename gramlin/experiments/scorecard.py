@@ -104,7 +104,7 @@ def _collapse(store: ResultsStore) -> Iterable[Finding]:
     for _, runs in grouped(store.runs("collapse"), "dataset", "model", "weight_decay").items():
         row = collapse_verdicts(runs)
         here = f"TL {row['TL'].iloc[0]}, NC1 fell to {row['NC1 fell to'].iloc[0]}"
-        yield Finding(row.index[0], here, row["seeds"].iloc[0], row["C7"].iloc[0], _date(runs))
+        yield Finding(row.index[0], here, len(runs), row["C7"].iloc[0], _date(runs))
 
 
 def _interpolation(column: str) -> Callable[[ResultsStore], Iterable[Finding]]:
@@ -138,22 +138,28 @@ CLAIMS = (
     Claim("C7", "Neural Collapse is the end point of linearization.", "in words", 4, _collapse),
     Claim(
         "C8",
-        "Latents' Target Linearity against inputs rises with training;",
+        "A VAE's latents: Target Linearity against inputs rises with training.",
         "curves",
         5,
         _interpolation("TL rises with training"),
     ),
-    Claim("C8", "it falls with β;", "curves", 5, _interpolation("TL falls with β")),
     Claim(
         "C8",
-        "Target Linearity against inputs explains how straight a VAE interpolates;",
+        "A VAE's latents: Target Linearity against inputs falls with β.",
+        "curves",
+        5,
+        _interpolation("TL falls with β"),
+    ),
+    Claim(
+        "C8",
+        "Target Linearity against inputs explains how straight a VAE interpolates.",
         "pictures",
         5,
         _interpolation("gap follows 1 − TL, inputs"),
     ),
     Claim(
         "C8",
-        "Target Linearity against decodings does (our reading).",
+        "Target Linearity against decodings explains it (our reading).",
         "–",
         5,
         _interpolation("gap follows 1 − TL, decodings"),
@@ -191,7 +197,7 @@ def scorecard(store: ResultsStore, live: dict[str, bool]) -> pd.DataFrame:
             rows.append({**common, **vars(finding), "profile": "paper"})
         if found:
             continue
-        row = {**common, "data": "–", "here": "–", "seeds": 0, "profile": "–", "date": "–", "verdict": NOT_RUN}
+        row = {**common, "data": "–", "here": "–", "seeds": "–", "profile": "–", "date": "–", "verdict": NOT_RUN}
         if claim.findings is None and claim.name in live:
             verdict = "reproduced" if live[claim.name] else "not reproduced"
             row |= {"here": "checked as the chapter runs", "profile": "quick", "verdict": verdict}
