@@ -89,7 +89,7 @@ def test_a_page_loads_from_this_host_alone_and_typesets_all_mathematics(browser,
         assert visit.page.locator("mjx-container").count() >= formulas
         errors = visit.page.locator("mjx-merror, [data-mjx-error]").all_inner_texts()
         assert errors == []
-        assert (formulas > 0) == name.startswith("book/0") or name == "book/intro.html"
+        assert formulas > 0 or not name.startswith("book/0")  # every chapter has some
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -1,0 +1,65 @@
+"""What chapters cost: time and memory of their quick profiles, and of the stored runs at the paper's scale."""
+
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from gramlin import book
+from gramlin.experiments.sweeps import Experiment
+from gramlin.results import ResultsStore, Run
+
+# The experiment whose runs a chapter stores.
+_STORED = {1: "gram-shift", 2: "whitening", 3: "linearity", 4: "collapse", 5: "interpolation"}
+
+
+def measure_cost(*, chapter: int, device: str | torch.device = "cpu") -> dict:
+    """Run a chapter in its quick profile; its wall time is that of the run.
+
+    To be called in a process of its own: the memory is the largest that any process started by it has had.
+
+    Returns:
+        ``peak_mebibytes``: resident memory of the chapter's kernel at its peak.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = book.find_chapter(str(chapter))
+        book.execute(path, Path(folder, "out.ipynb"), {"device": str(device)}, progress=False)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return {"peak_mebibytes": round(peak / (2**20 if sys.platform == "darwin" else 2**10))}
+
+
+COST = Experiment("cost", measure_cost)
+
+
+def cost_settings() -> list[dict]:
+    """One for each chapter."""
+    return [{"chapter": number} for number in _STORED]
+
+
+def cost_table(store: ResultsStore) -> pd.DataFrame:
+    """A row a chapter: minutes and memory of the quick profile, and what the runs at the paper's scale took.
+
+    Columns for a CPU and a GPU; "–" where nothing was measured. Of the stored runs, how many there are, and the median
+    and largest minutes of one; on a CPU with one thread a run, and often with another beside it.
+    """
+    rows = {}
+    for chapter, experiment in _STORED.items():
+        runs = store.runs(experiment)
+        rows[chapter] = {}
+        for kind in ("CPU", "GPU"):
+            quick = [run for run in _on(store.runs("cost"), kind) if run.settings["chapter"] == chapter]
+            rows[chapter][f"quick, {kind}: seconds"] = f"{quick[-1].wall_seconds:.0f}" if quick else "–"
+            rows[chapter][f"quick, {kind}: GiB"] = f"{quick[-1].metrics['peak_mebibytes'] / 1024:.1f}" if quick else "–"
+            minutes = [run.wall_seconds / 60 for run in _on(runs, kind)]
+            found = f"{len(minutes)} runs, {np.median(minutes):.0f} min, at most {max(minutes):.0f}" if minutes else "–"
+            rows[chapter][f"paper, {kind}"] = found
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="chapter")
+
+
+def _on(runs: Sequence[Run], kind: str) -> list[Run]:
+    return [run for run in runs if run.device.startswith("cpu") == (kind == "CPU")]
