@@ -1,7 +1,10 @@
 """What a stranger gets: a wheel with its data, matching environments, valid metadata, pages that hold together."""
 
 import importlib.metadata
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -80,13 +83,13 @@ def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
     assert not [name for name in names if name.startswith(("tests", "book", "results"))]
 
 
-def closure_of_requirements(wheel: Path) -> set[str]:
-    """The distributions that the wheel's own metadata asks for, and theirs, without extras of gramlin."""
+def closure_of_requirements(wheel: Path, extra: str = "") -> set[str]:
+    """The distributions that the wheel's own metadata asks for, for itself and for an extra, and theirs."""
     metadata = zipfile.Path(wheel, f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/METADATA").read_text()
     declared = [
         line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")
     ]
-    todo, done = [(line, "") for line in declared], set()
+    todo, done = [(line, each) for line in declared for each in {"", extra}], set()
     while todo:
         line, extra = todo.pop()
         requirement = Requirement(line)
@@ -99,19 +102,25 @@ def closure_of_requirements(wheel: Path) -> set[str]:
     return {name for name, _ in done}
 
 
-def test_the_wheel_works_offline_in_an_environment_of_its_own(wheel, tmp_path):
-    # A new environment with the wheel and the distributions that its metadata names, linked from this one: as an
-    # installation would leave it, without another five gigabytes.
-    home = tmp_path / "environment"
+def install(wheel: Path, home: Path, extra: str = "") -> tuple[Path, Path]:
+    """Make a new environment with the wheel, as pip would leave it; returns its Python and the folder of its packages.
+
+    The distributions that the wheel's metadata names are linked from this one, without another five gigabytes.
+    """
     venv.create(home, symlinks=True, with_pip=False)
     (site,) = home.glob("lib/python*/site-packages")
     zipfile.ZipFile(wheel).extractall(site)
-    for name in closure_of_requirements(wheel):
+    for name in closure_of_requirements(wheel, extra):
         distribution = importlib.metadata.distribution(name)
         tops = {Path(file).parts[0] for file in distribution.files} - {"..", "__pycache__"}
         for top in tops:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
+    return home / "bin" / "python", site
+
+
+def test_the_wheel_works_offline_in_an_environment_of_its_own(wheel, tmp_path):
+    python, site = install(wheel, tmp_path / "environment")
     code = """
         import socket
         def refuse(*args, **kwargs): raise OSError("no network here")
@@ -122,7 +131,7 @@ def test_the_wheel_works_offline_in_an_environment_of_its_own(wheel, tmp_path):
         print(data.load("fashion-mnist-mini"))
         """
     done = subprocess.run(
-        [home / "bin" / "python", "-I", "-c", "\n".join(line.strip() for line in code.splitlines())],
+        [python, "-I", "-c", "\n".join(line.strip() for line in code.splitlines())],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -131,6 +140,31 @@ def test_the_wheel_works_offline_in_an_environment_of_its_own(wheel, tmp_path):
     where, what = done.stdout.splitlines()
     assert where.startswith(str(site))
     assert what == "<fashion-mnist-mini: 10000 + 2000 inputs of 1×28×28, 10 classes>"
+
+
+@pytest.fixture(scope="module")
+def reader(wheel, tmp_path_factory) -> Path:
+    """Python of a reader who has done ``pip install gramlin[book]``."""
+    return install(wheel, tmp_path_factory.mktemp("reader") / "environment", "book")[0]
+
+
+@pytest.mark.parametrize("chapter", sorted((ROOT / "book").glob("0*.ipynb")), ids=lambda path: path.stem[:2])
+def test_a_downloaded_chapter_runs_against_the_installed_package(reader, chapter, tmp_path):
+    shutil.copy(chapter, tmp_path)
+    # No Python path and no results but those of this folder, which is empty.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [reader, "-m", "papermill", chapter.name, "out.ipynb", "-p", "results_dir", "results", "--no-progress-bar"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = json.loads((tmp_path / "out.ipynb").read_text(encoding="utf-8"))["cells"]
+    printed = "".join([cell for cell in cells if cell["cell_type"] == "code"][-1]["outputs"][0]["text"])
+    assert " ok " in printed
+    assert "FAILED" not in printed
 
 
 # ---- metadata and pages ----

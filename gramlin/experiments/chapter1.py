@@ -168,8 +168,8 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
         if group[0].settings["method"] != "sgd" or group[0].settings["momentum"]:
             rows[title]["relative gap"] = "–"
         rows[title]["C2"] = _gram_shift_verdict(group)
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=["seeds", *columns, "C2"])
-    return table.rename_axis(index=", ".join(sorted({run.settings["dataset"] for run in runs})))
+    titles = pd.Index(list(rows), dtype=object, name=", ".join(sorted({run.settings["dataset"] for run in runs})))
+    return pd.DataFrame(list(rows.values()), index=titles, columns=["seeds", *columns, "C2"])
 
 
 def _gram_shift_verdict(group: Sequence[Run]) -> str:
