@@ -425,11 +425,15 @@ def test_the_verdict_on_linearity_follows_its_rule():
     falling, rising = [0.5, 0.4, 0.3], [0.5, 0.6, 0.8]
     rises = [(falling, [x * (1 + 0.01 * seed) for x in rising]) for seed in range(3)]
     row = linearity_verdicts(trained(rises)).loc["digits, SGD"]
-    assert row.tolist() == [3, "rises", "rises", "mixed", "falls", "reproduced"]
+    assert row.tolist() == [3, "rises", "rises", "open", "falls", "reproduced"]
     shrinks = [(rising, [x * (1 - 0.01 * seed) for x in falling]) for seed in range(3)]
     row = linearity_verdicts(trained(shrinks, method="adam")).loc["digits, Adam"]
     assert row[["with training", "with depth", "verdict"]].tolist() == ["falls", "falls", "not reproduced"]
     assert linearity_verdicts(trained(rises[:1]))["verdict"].tolist() == ["not decided by one seed"]
+    wavers = [(falling, [0.5, 0.6, 0.61]), (falling, [0.5, 0.6, 0.59])]
+    assert linearity_verdicts(trained(wavers))[["with depth", "verdict"]].values.tolist() == [["open", "undecided"]]
+    one_falls = [(falling, [0.5, 0.6 + x, 0.55 + x]) for x in (0.01, 0.02)]
+    assert linearity_verdicts(trained(one_falls))["verdict"].tolist() == ["not reproduced"]
 
 
 def test_tables_of_linearity_hold_every_layer_and_moment():

@@ -239,8 +239,9 @@ def linearity_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
 
     By Student's 95% intervals over seeds, "with training" is "rises" if Target Linearity is larger at the end than at
     the start for every hidden layer; "with depth" is "rises" if at the end it is larger at each layer than at the one
-    before, from the input to the last hidden layer. "falls" is the opposite everywhere, "mixed" neither. The verdict is
-    "reproduced" if both rise on the training data, "not reproduced" if one does not.
+    before, from the input to the last hidden layer. "falls" is the opposite everywhere, "mixed" if one of them falls;
+    else, with intervals that hold 0, it is "open". The verdict is "reproduced" if both rise on the training data, "not
+    reproduced" if one falls or is mixed, else "undecided".
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -249,8 +250,8 @@ def linearity_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
             start, end = (np.array([_profile(run, measure, share) for run in group]) for share in (0.0, 1.0))
             row["with training" + suffix] = _direction(end[:, 1:], start[:, 1:])
             row["with depth" + suffix] = _direction(end[:, 1:], end[:, :-1])
-        both = (row["with training"], row["with depth"])
-        decided = "reproduced" if both == ("rises", "rises") else "not reproduced"
+        both = {row["with training"], row["with depth"]}
+        decided = "reproduced" if both == {"rises"} else "undecided" if both <= {"rises", "open"} else "not reproduced"
         row["verdict"] = decided if len(group) > 1 else "not decided by one seed"
         rows[title] = row
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
@@ -263,7 +264,8 @@ def _direction(larger: np.ndarray, smaller: np.ndarray) -> str:
     intervals = [paired_interval(list(a), list(b)) for a, b in zip(larger.T, smaller.T, strict=True)]
     if all(low > 0 for low, _ in intervals):
         return "rises"
-    return "falls" if all(high < 0 for _, high in intervals) else "mixed"
+    fallen = [high < 0 for _, high in intervals]
+    return "falls" if all(fallen) else "mixed" if any(fallen) else "open"
 
 
 def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
