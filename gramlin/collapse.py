@@ -60,7 +60,7 @@ def neural_collapse(
         num_classes: K, by default the largest class + 1.
 
     Returns:
-        Float64 tensors without axes. K > d + 1 class means cannot be a simplex: ``nc2_etf`` then stays above 0.
+        Float64 tensors without axes. With K > d + 1 class means, which cannot be a simplex, ``nc2_etf`` stays above 0.
 
     Raises:
         ValueError: wrong shapes, no samples, a class without samples, fewer than two classes, NaN or infinite entries,

@@ -157,8 +157,8 @@ def probe(
             solved.
 
     Returns:
-        A table with the columns ``layer``, ``type``, ``samples`` (rows of Target Linearity: a sample a use),
-        ``features`` (d), and one for each metric.
+        A table with the columns ``layer``, ``type``, ``samples`` (the rows of Target Linearity, one for each sample and
+        use), ``features`` (d), and one for each metric.
 
     Raises:
         ValueError: an unknown layer, metric or value of ``positions``; a named layer that is not called, or no layer

@@ -47,6 +47,9 @@ from gramlin.experiments import (
     collapse_table,
     collapse_verdicts,
     compare_solvers,
+    cost_settings,
+    cost_table,
+    costs,
     depth_profiles,
     direction_table,
     gap_points,
@@ -64,6 +67,7 @@ from gramlin.experiments import (
     linearity_settings,
     linearity_table,
     linearity_verdicts,
+    measure_cost,
     paired_interval,
     readout_panels,
     readout_table,
@@ -855,11 +859,30 @@ def test_tables_and_panels_of_interpolation():
 def test_the_scorecard_has_every_claim_and_says_how_to_run_what_was_not(tmp_path):
     table = scorecard(ResultsStore(tmp_path), {})
     assert table["claim"].drop_duplicates().tolist() == [
-        *("C1", "C2", "C3", "C4", "C4b", "C5", "C5b", "C6", "C7", "C8", "C9", "C10", "C11", "C12"),
+        *(
+            "C1",
+            "C2",
+            "C3",
+            "C4",
+            "C4b",
+            "C5",
+            "C5b",
+            "C6",
+            "C7",
+            "C8a",
+            "C8b",
+            "C8c",
+            "C8d",
+            "C9",
+            "C10",
+            "C11",
+            "C12",
+        ),
     ]
-    assert set(table["verdict"]) == {"not yet run"}
+    assert set(table["verdict"][:13]) == {"not yet run"}
+    assert set(table["verdict"][13:]) == {"not taken up yet"}
     commands = table.drop_duplicates("claim").set_index("claim")["command"]
-    assert commands[["C1", "C2", "C8", "C9"]].tolist() == [
+    assert commands[["C1", "C2", "C8a", "C9"]].tolist() == [
         *("gramlin run 1", "gramlin run 1 --profile paper", "gramlin run 5 --profile paper", ""),
     ]
 
@@ -877,9 +900,12 @@ def test_the_scorecard_judges_as_the_chapters_do(tmp_path):
     assert table.loc["C3", "verdict"] == "not reproduced"
     row = table.loc["C2"]
     assert (row["verdict"], row["seeds"], row["profile"]) == ("reproduced", 3, "paper")
-    assert row["here"] == "ρ 0.910 ± 0.010, AGOP 0.510 ± 0.010"
+    assert row["here"] == "virtual 0.910 ± 0.010, AGOP 0.510 ± 0.010"
     assert table.loc["C7", "verdict"] == "not decided by one seed"
-    assert table.loc["C8", "verdict"].tolist() == ["reproduced", "reproduced", "not reproduced", "reproduced"]
+    verdicts = table.loc[["C8a", "C8b", "C8c", "C8d"], "verdict"].tolist()
+    assert verdicts == ["reproduced", "reproduced", "not reproduced", "reproduced"]
+    assert table.loc["C8a", "here"] == "TL by +0.305, +0.105 for β = 0.1, 10"
+    assert table.loc["C8b", "here"] == "TL 0.705 at β = 0.1, 0.505 at β = 10"
     found = summary(table.reset_index()).set_index("claim")["found"]
     assert found["C2"] == "reproduced"
     assert found["C4"] == "not yet run"
@@ -889,3 +915,29 @@ def test_the_summary_counts_sets_of_runs():
     rows = [("C2", "x", word) for word in ("reproduced", "reproduced", "not reproduced")]
     table = pd.DataFrame(rows, columns=["claim", "says", "verdict"])
     assert summary(table)["found"].tolist() == ["2 × reproduced, 1 × not reproduced"]
+
+
+def test_costs_are_those_of_the_stored_runs(tmp_path):
+    store = ResultsStore(tmp_path)
+    for chapter, seconds in ((1, 30.0), (4, 50.0)):
+        metrics = {"peak_mebibytes": 1536}
+        store.save(Run("cost", {"chapter": chapter}, metrics, wall_seconds=seconds, device="cpu, 1 threads"))
+    for seed, minutes in enumerate((2, 4, 9)):
+        run = Run("whitening", {"seed": seed}, {}, wall_seconds=60 * minutes, device="cpu, 1 threads")
+        store.save(run)
+    store.save(Run("whitening", {"seed": 9}, {}, wall_seconds=30.0, device="NVIDIA X"))
+    table = cost_table(store)
+    assert table.loc[1, "quick, CPU: seconds"] == "30"
+    assert table.loc[4, "quick, CPU: GiB"] == "1.5"
+    assert table.loc[2, "quick, CPU: GiB"] == "–"
+    assert table.loc[2, "paper, CPU"] == "3 runs stored, median 4 min, longest 9 min"
+    assert table.loc[2, "paper, GPU"] == "1 runs stored, median 0 min, longest 0 min"
+    assert table.loc[5, "paper: runs of one data set, 3 seeds"] == 18
+    assert len(cost_settings()) == 5
+
+
+def test_the_cost_of_a_chapter_is_measured_by_running_it(monkeypatch):
+    ran = []
+    monkeypatch.setattr(costs.book, "execute", lambda path, output, parameters, progress: ran.append(path.stem))
+    assert measure_cost(chapter=5)["peak_mebibytes"] >= 0
+    assert ran == ["05_vae_interpolation"]

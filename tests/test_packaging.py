@@ -213,8 +213,8 @@ TEX = re.findall(
     r"\w+",
     "Bigl Bigr Delta Lambda Omega Pi Sigma Vert alpha approx bar begin beta bigl bigr cdot cos cosh ddot delta det "
     "dot dots end eta exp frac ge gg in int kappa lVert lambda langle le ll ln mapsto mathbb mathbf mathcal mathrm "
-    "max min mu nabla ne operatorname partial phantom phi pm propto qquad quad rVert rangle sigma sim sinh sqrt sum "
-    "tau text textbf theta tfrac tilde times to top varepsilon",
+    "max min mu nabla ne omega operatorname partial phantom phi pm propto qquad quad rVert rangle sigma sim sinh sqrt "
+    "sum tau text textbf theta tfrac tilde times to top varepsilon",
 )
 
 

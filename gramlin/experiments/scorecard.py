@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from gramlin.experiments.chapter1 import gram_shift_table
@@ -14,6 +15,7 @@ from gramlin.experiments.summaries import grouped, select
 from gramlin.results import ResultsStore, Run
 
 NOT_RUN = "not yet run"
+NOT_TAKEN_UP = "not taken up yet"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Claim:
     Attributes:
         name: C1 to C12.
         says: the claim, in our words.
-        paper: the paper's figure or where it is shown.
+        paper: the paper's figure, or how it shows the claim.
+        rule: when a set of runs reproduces it.
         chapter: number of the chapter that puts it to the test; None if none does yet.
         findings: of the stored runs; None for a claim that its chapter decides live.
     """
@@ -50,6 +53,7 @@ class Claim:
     name: str
     says: str
     paper: str
+    rule: str
     chapter: int | None
     findings: Callable[[ResultsStore], Iterable[Finding]] | None = None
 
@@ -61,7 +65,7 @@ def _date(runs: Sequence[Run]) -> str:
 def _gram_shift(store: ResultsStore) -> Iterable[Finding]:
     for (dataset,), runs in grouped(store.runs("gram-shift"), "dataset").items():
         for title, row in gram_shift_table(runs).iterrows():
-            here = f"ρ {row['ρ(shift, virtual)']}, AGOP {row['ρ(shift, AGOP)']}"
+            here = f"virtual {row['ρ(shift, virtual)']}, AGOP {row['ρ(shift, AGOP)']}"
             verdict = {"holds": "reproduced", "reversed": "not reproduced"}.get(row["C2"], row["C2"])
             yield Finding(f"{dataset}, {title}", here, row["seeds"], verdict, _date(runs))
 
@@ -73,7 +77,7 @@ def _whitening(model: str) -> Callable[[ResultsStore], Iterable[Finding]]:
         for (dataset, _, _), row in whitening_table(runs).iterrows():
             own = select(runs, dataset=dataset)
             difference = accuracy_difference(own, "whitened", "sgd")
-            yield Finding(dataset, f"{difference} points", row["seeds"], row["verdict"], _date(own))
+            yield Finding(dataset, f"whitened − SGD: {difference} points", row["seeds"], row["verdict"], _date(own))
 
     return findings
 
@@ -83,7 +87,7 @@ def _linearity(method: str) -> Callable[[ResultsStore], Iterable[Finding]]:
         for (dataset,), runs in grouped(_mlps(store, method=method), "dataset").items():
             row, table = linearity_verdicts(runs).iloc[0], linearity_table(runs).droplevel(0)
             first, last = table.loc["end"].iloc[1], table.loc["end"].iloc[-1]
-            here = f"h1 {first}, {table.columns[-1]} {last}"
+            here = f"TL at the end: h1 {first}, {table.columns[-1]} {last}"
             yield Finding(dataset, here, row["seeds"], row["verdict"], _date(runs))
 
     return findings
@@ -92,7 +96,8 @@ def _linearity(method: str) -> Callable[[ResultsStore], Iterable[Finding]]:
 def _growth(store: ResultsStore) -> Iterable[Finding]:
     for _, runs in grouped(_mlps(store), "dataset", "method").items():
         row = growth_verdicts(runs)
-        here = ", ".join(f"{name.removeprefix('least ')} {row[name].iloc[0]:.2f}" for name in row.columns[:2])
+        exponential, logarithmic = (row[name].iloc[0] for name in row.columns[:2])
+        here = f"least R²: exponential law {exponential:.2f}, logarithmic law {logarithmic:.2f}"
         yield Finding(row.index[0], here, len(runs), row["C6"].iloc[0], _date(runs))
 
 
@@ -103,71 +108,130 @@ def _mlps(store: ResultsStore, **settings) -> list[Run]:
 def _collapse(store: ResultsStore) -> Iterable[Finding]:
     for _, runs in grouped(store.runs("collapse"), "dataset", "model", "weight_decay").items():
         row = collapse_verdicts(runs)
-        here = f"TL {row['TL'].iloc[0]}, NC1 fell to {row['NC1 fell to'].iloc[0]}"
+        here = f"TL {row['TL'].iloc[0]}, NC1 {row['NC1 fell to'].iloc[0]} of its start"
         yield Finding(row.index[0], here, len(runs), row["C7"].iloc[0], _date(runs))
 
 
-def _interpolation(column: str) -> Callable[[ResultsStore], Iterable[Finding]]:
+def _interpolation(column: str, course: str = "") -> Callable[[ResultsStore], Iterable[Finding]]:
     def findings(store: ResultsStore) -> Iterable[Finding]:
         for _, runs in grouped(store.runs("interpolation"), "dataset", "model").items():
             for title, row in interpolation_verdicts(runs).iterrows():
-                word = row[column].split()[0]
+                word, *correlation = row[column].split()
                 verdict = {"yes": "reproduced", "no": "not reproduced"}.get(word, "not decided by one seed")
-                yield Finding(title, row[column], row["seeds"], verdict, _date(runs))
+                here = f"rank correlation {correlation[0].strip('()')}" if correlation else _ends(runs, course)
+                yield Finding(title, here, row["seeds"], verdict, _date(runs))
 
     return findings
 
 
+def _ends(runs: Sequence[Run], course: str) -> str:
+    """Target Linearity against inputs, means over seeds: at the start and end for each β, or at the ends of β."""
+    means = {
+        beta: np.mean([[run.metrics["tl_inputs"][at] for at in (0, -1)] for run in group], axis=0)
+        for (beta,), group in grouped(runs, "beta").items()
+    }
+    if course == "tl_inputs over training":
+        rises = [f"{end - start:+.3f}" for start, end in means.values()]
+        return f"TL by {', '.join(rises)} for β = {', '.join(f'{beta:g}' for beta in means)}"
+    smallest, largest = min(means), max(means)
+    return f"TL {means[smallest][1]:.3f} at β = {smallest:g}, {means[largest][1]:.3f} at β = {largest:g}"
+
+
 CLAIMS = (
-    Claim("C1", "The Feature Learning Equation holds exactly, for any layer.", "identity", 1),
+    Claim(
+        "C1",
+        "The Feature Learning Equation holds exactly, for any layer.",
+        "a theorem",
+        "both sides agree to rounding in every layer",
+        1,
+    ),
     Claim(
         "C2",
         "The virtual covariance shift tracks the Gram shift better than AGOP.",
-        "0.98 against 0.71",
+        "correlation 0.98 against 0.71",
+        "the 95% interval of the difference of the two correlations lies above 0",
         1,
         _gram_shift,
     ),
-    Claim("C3", "The virtual update unrolls the Swiss roll along its target.", "picture", 1),
     Claim(
-        "C4", "An MLP trained by whitened updates does as well as by SGD, or better.", "curves", 2, _whitening("mlp")
+        "C3",
+        "The virtual update unrolls the Swiss roll along its target.",
+        "a picture",
+        "it does while the network learns (its sum over the whole run does not)",
+        1,
     ),
-    Claim("C4b", "So does a CNN.", "curves", 2, _whitening("cnn")),
-    Claim("C5", "Target Linearity rises with depth and training, under SGD.", "curves", 3, _linearity("sgd")),
-    Claim("C5b", "The same under Adam.", "curves", 3, _linearity("adam")),
-    Claim("C6", "The surrogate grows exponentially, Target Linearity logarithmically.", "in words", 3, _growth),
-    Claim("C7", "Neural Collapse is the end point of linearization.", "in words", 4, _collapse),
     Claim(
-        "C8",
-        "A VAE's latents: Target Linearity against inputs rises with training.",
+        "C4",
+        "An MLP trained by whitened updates matches SGD or exceeds it.",
         "curves",
-        5,
-        _interpolation("TL rises with training"),
+        "the 95% interval of whitened − SGD excludes a loss of more than a point of test accuracy",
+        2,
+        _whitening("mlp"),
     ),
+    Claim("C4b", "So does a CNN.", "curves", "as C4", 2, _whitening("cnn")),
     Claim(
-        "C8",
-        "A VAE's latents: Target Linearity against inputs falls with β.",
+        "C5",
+        "Target Linearity rises with depth and training, under SGD.",
         "curves",
-        5,
-        _interpolation("TL falls with β"),
+        "from layer to layer, and from start to end in each, the 95% interval of the rise lies above 0",
+        3,
+        _linearity("sgd"),
+    ),
+    Claim("C5b", "The same under Adam.", "curves", "as C5", 3, _linearity("adam")),
+    Claim(
+        "C6",
+        "The surrogate grows exponentially, Target Linearity logarithmically.",
+        "in words",
+        "R² of at least 0.9 in every layer, of the one law in the surrogate's rise and of the other after it",
+        3,
+        _growth,
     ),
     Claim(
-        "C8",
-        "Target Linearity against inputs explains how straight a VAE interpolates.",
+        "C7",
+        "Neural Collapse is the end point of linearization.",
+        "in words",
+        "in every seed rank correlations of TL and −NC1 of at least 0.9 over time and over layers, at the end a TL of "
+        "at least 0.95 and an NC1 of at most a tenth of its start",
+        4,
+        _collapse,
+    ),
+    Claim(
+        "C8a",
+        "Target Linearity of a VAE's latents against inputs rises with training.",
+        "curves",
+        "for every β the 95% interval of end − start lies above 0",
+        5,
+        _interpolation("TL rises with training", "tl_inputs over training"),
+    ),
+    Claim(
+        "C8b",
+        "It falls with β.",
+        "curves",
+        "rank correlation with β of at most −0.9 in every seed, and the 95% interval of the difference between the "
+        "smallest and the largest β above 0",
+        5,
+        _interpolation("TL falls with β", "tl_inputs over β"),
+    ),
+    Claim(
+        "C8c",
+        "It explains how straight the VAE interpolates.",
         "pictures",
+        "rank correlation of the gap with 1 − TL of at least 0.9 in every seed",
         5,
         _interpolation("gap follows 1 − TL, inputs"),
     ),
     Claim(
-        "C8",
+        "C8d",
         "Target Linearity against decodings explains it (our reading).",
-        "–",
+        "not claimed",
+        "as C8c",
         5,
         _interpolation("gap follows 1 − TL, decodings"),
     ),
-    Claim("C9", "Staircase target: what width does to features and readout.", "curves", None),
-    Claim("C10", "BERT: the profile of Target Linearity depends on the task.", "curves", None),
-    Claim("C11", "Random labels: Target Linearity by layer and share of noise.", "curves", None),
-    Claim("C12", "Grokking: Target Linearity of the last layers beside the generalisation gap.", "curves", None),
+    Claim("C9", "Staircase target: what width does to features and readout.", "curves", "–", None),
+    Claim("C10", "BERT: the profile of Target Linearity depends on the task.", "curves", "–", None),
+    Claim("C11", "Random labels: Target Linearity by layer and share of noise.", "curves", "–", None),
+    Claim("C12", "Grokking: Target Linearity of the last layers and the generalisation gap.", "curves", "–", None),
 )
 
 
@@ -179,9 +243,10 @@ def scorecard(store: ResultsStore, live: dict[str, bool]) -> pd.DataFrame:
         live: for claims that a chapter decides as it runs, whether all that it checks of them holds.
 
     Returns:
-        The columns ``claim``, ``says``, ``paper``, ``data``, ``here``, ``seeds``, ``profile`` ("paper" for stored runs,
-        "quick" for live ones), ``date``, ``verdict`` ("reproduced", "not reproduced", "undecided", "not decided by one
-        seed" or "not yet run"), ``chapter``, and ``command``, what runs the claim where it has not been run.
+        The columns ``claim``, ``says``, ``paper``, ``rule``, ``data``, ``here``, ``seeds``, ``profile`` ("paper" for
+        stored runs, "quick" for live ones), ``date``, ``verdict`` ("reproduced", "not reproduced", "undecided", "not
+        decided by one seed", "not yet run", or "not taken up yet" for a claim without a chapter), ``chapter``, and
+        ``command``, what runs the claim where it has not been run.
     """
     rows = []
     for claim in CLAIMS:
@@ -189,6 +254,7 @@ def scorecard(store: ResultsStore, live: dict[str, bool]) -> pd.DataFrame:
             "claim": claim.name,
             "says": claim.says,
             "paper": claim.paper,
+            "rule": claim.rule,
             "chapter": claim.chapter,
             "command": "",
         }
@@ -197,14 +263,28 @@ def scorecard(store: ResultsStore, live: dict[str, bool]) -> pd.DataFrame:
             rows.append({**common, **vars(finding), "profile": "paper"})
         if found:
             continue
-        row = {**common, "data": "–", "here": "–", "seeds": "–", "profile": "–", "date": "–", "verdict": NOT_RUN}
+        verdict = NOT_RUN if claim.chapter else NOT_TAKEN_UP
+        row = {**common, "data": "–", "here": "–", "seeds": "–", "profile": "–", "date": "–", "verdict": verdict}
         if claim.findings is None and claim.name in live:
             verdict = "reproduced" if live[claim.name] else "not reproduced"
             row |= {"here": "checked as the chapter runs", "profile": "quick", "verdict": verdict}
         elif claim.chapter is not None:
             row["command"] = f"gramlin run {claim.chapter}" + (" --profile paper" if claim.findings else "")
         rows.append(row)
-    order = ["claim", "says", "paper", "data", "here", "seeds", "profile", "date", "verdict", "chapter", "command"]
+    order = [
+        "claim",
+        "says",
+        "paper",
+        "rule",
+        "data",
+        "here",
+        "seeds",
+        "profile",
+        "date",
+        "verdict",
+        "chapter",
+        "command",
+    ]
     return pd.DataFrame(rows)[order]
 
 
