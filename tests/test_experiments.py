@@ -923,7 +923,7 @@ def test_costs_are_those_of_the_stored_runs(tmp_path):
         metrics = {"peak_mebibytes": 1536}
         store.save(Run("cost", {"chapter": chapter}, metrics, wall_seconds=seconds, device="cpu, 1 threads"))
     for seed, minutes in enumerate((2, 4, 9)):
-        run = Run("whitening", {"seed": seed}, {}, wall_seconds=60 * minutes, device="cpu, 1 threads")
+        run = Run("whitening", {"seed": seed}, {}, wall_seconds=60.0 * minutes, device="cpu, 1 threads")
         store.save(run)
     store.save(Run("whitening", {"seed": 9}, {}, wall_seconds=30.0, device="NVIDIA X"))
     table = cost_table(store)
