@@ -115,19 +115,22 @@ def check_parameters(
     return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory, numbers)
 
 
-def claims(rows: Iterable[tuple[str, str, bool | None]]) -> None:
+UNDECIDED = "undecided"
+
+
+def claims(rows: Iterable[tuple[str, str, bool | str | None]]) -> None:
     """Print a chapter's claims, one a line, and raise if one does not hold.
 
     Args:
-        rows: (id, what is claimed, whether it holds, or None if it has not been run). The text is fixed: no numbers
-            that vary from run to run.
+        rows: (id, what is claimed, whether it holds). In place of a truth value, None if it has not been run, or
+            ``UNDECIDED`` if its runs do not decide it. The text is fixed: no numbers that vary from run to run.
 
     Raises:
         ClaimError: after all lines have been printed; names the claims that do not hold.
     """
     rows = list(rows)
     for name, text, holds in rows:
-        word = "not run" if holds is None else "ok" if holds else "FAILED"
+        word = "not run" if holds is None else "open" if holds == UNDECIDED else "ok" if holds else "FAILED"
         print(f"{name:<4} {word:<7} {text}")
     failed = [name for name, _, holds in rows if holds is not None and not holds]
     if failed:
@@ -232,7 +235,7 @@ def live_claims() -> dict[str, bool]:
         code = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
         printed = "".join("".join(output.get("text", "")) for output in code[-1]["outputs"])
         for name, word, *_ in (line.split() for line in printed.splitlines()):
-            if word != "not":
+            if word not in ("not", "open"):
                 found[name] = found.get(name, True) and word == "ok"
     return found
 

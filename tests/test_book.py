@@ -86,8 +86,8 @@ def test_a_wrong_parameter_is_found_before_torch_is_imported():
 
 
 def test_claims_print_and_pass(capsys):
-    book.claims([("C1", "holds", True), ("C4b", "later", None)])
-    assert capsys.readouterr().out == "C1   ok      holds\nC4b  not run later\n"
+    book.claims([("C1", "holds", True), ("C4b", "later", None), ("C5", "who knows", book.UNDECIDED)])
+    assert capsys.readouterr().out == "C1   ok      holds\nC4b  not run later\nC5   open    who knows\n"
 
 
 def test_a_claim_that_does_not_hold_is_printed_and_raised(capsys):
@@ -247,7 +247,7 @@ class TestCommittedChapter:
         assert last.metadata.tags == ["nbval-check-output"]
         words = [line.split()[1] for line in last.outputs[0].text.splitlines()]
         assert "ok" in words
-        assert set(words) <= {"ok", "not"}  # "not run": some paper-scale runs may be to come
+        assert set(words) <= {"ok", "not", "open"}  # "not run": some paper-scale runs may be to come
 
     def test_every_figure_has_a_caption_and_alternative_text(self, chapter):
         for cell in json.loads(chapter.read_text(encoding="utf-8"))["cells"]:

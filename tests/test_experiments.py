@@ -828,6 +828,8 @@ def test_the_verdicts_on_interpolation_follow_their_rules():
     assert row["gap follows 1 − TL, inputs"].startswith("no (-")
     rises = {0.1: [(0.5, 0.8), (0.51, 0.8)], 10.0: [(0.7, 0.9), (0.71, 0.9)]}
     assert interpolation_verdicts(encoded(rises))["TL falls with β"].tolist() == ["no"]
+    wavers = {0.1: [(0.7, 0.8), (0.71, 0.8)], 10.0: [(0.41, 0.9), (0.39, 0.9)]}
+    assert interpolation_verdicts(encoded(wavers))["TL rises with training"].tolist() == ["open"]
     sinks = {0.1: [(0.5, 0.8), (0.51, 0.8)], 10.0: [(0.3, 0.9), (0.31, 0.9)]}
     assert interpolation_verdicts(encoded(sinks))["TL rises with training"].tolist() == ["no"]
     one = {0.1: [(0.7, 0.8)], 99.0: [(0.6, 0.9), (0.6, 0.9)]}  # one seed in common

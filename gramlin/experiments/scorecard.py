@@ -117,7 +117,9 @@ def _interpolation(column: str, course: str = "") -> Callable[[ResultsStore], It
         for _, runs in grouped(store.runs("interpolation"), "dataset", "model").items():
             for title, row in interpolation_verdicts(runs).iterrows():
                 word, *correlation = row[column].split()
-                verdict = {"yes": "reproduced", "no": "not reproduced"}.get(word, "not decided by one seed")
+                verdict = {"yes": "reproduced", "no": "not reproduced", "open": "undecided"}.get(
+                    word, "not decided by one seed"
+                )
                 here = f"rank correlation {correlation[0].strip('()')}" if correlation else _ends(runs, course)
                 yield Finding(title, here, row["seeds"], verdict, _date(runs))
 
