@@ -345,7 +345,7 @@ def _grid(panels: int) -> tuple[Figure, np.ndarray]:
     rows = -(-panels // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(width * columns + 0.4, height * rows + 0.6), squeeze=False)
     if panels > 4:
-        figure.set_dpi(96)  # many lines: keeps the file below the 150 kB of a committed figure
+        figure.set_dpi(90)  # many lines: keeps the file below the 150 kB of a committed figure
     for axes in grid.flat[panels:]:
         axes.set_visible(False)
     return figure, grid
