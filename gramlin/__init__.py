@@ -50,6 +50,7 @@ _MODULE_OF = {
 _MODULES = (
     "book",
     "collapse",
+    "costs",
     "data",
     "experiments",
     "figures",

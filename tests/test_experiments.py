@@ -15,6 +15,7 @@ from sklearn.metrics import r2_score
 from gramlin import (
     VAE,
     agop,
+    costs,
     data,
     fit_linear,
     gram_shift,
@@ -47,9 +48,6 @@ from gramlin.experiments import (
     collapse_table,
     collapse_verdicts,
     compare_solvers,
-    cost_settings,
-    cost_table,
-    costs,
     depth_profiles,
     direction_table,
     gap_points,
@@ -67,7 +65,6 @@ from gramlin.experiments import (
     linearity_settings,
     linearity_table,
     linearity_verdicts,
-    measure_cost,
     paired_interval,
     readout_panels,
     readout_table,
@@ -928,18 +925,18 @@ def test_costs_are_those_of_the_stored_runs(tmp_path):
         run = Run("whitening", {"seed": seed}, {}, wall_seconds=60.0 * minutes, device="cpu, 1 threads")
         store.save(run)
     store.save(Run("whitening", {"seed": 9}, {}, wall_seconds=30.0, device="NVIDIA X"))
-    table = cost_table(store)
+    table = costs.cost_table(store)
     assert table.loc[1, "quick, CPU: seconds"] == "30"
     assert table.loc[4, "quick, CPU: GiB"] == "1.5"
     assert table.loc[2, "quick, CPU: GiB"] == "–"
     assert table.loc[2, "paper, CPU"] == "3 runs stored, median 4 min, longest 9 min"
     assert table.loc[2, "paper, GPU"] == "1 runs stored, median 0 min, longest 0 min"
     assert table.loc[5, "paper: runs of one data set, 3 seeds"] == 18
-    assert len(cost_settings()) == 5
+    assert len(costs.cost_settings()) == 5
 
 
 def test_the_cost_of_a_chapter_is_measured_by_running_it(monkeypatch):
     ran = []
     monkeypatch.setattr(costs.book, "execute", lambda path, output, parameters, progress: ran.append(path.stem))
-    assert measure_cost(chapter=5)["peak_mebibytes"] >= 0
+    assert costs.measure_cost(chapter=5)["peak_mebibytes"] >= 0
     assert ran == ["05_vae_interpolation"]

@@ -55,14 +55,12 @@ from gramlin.experiments.chapter5 import (
     measure_interpolation,
     tradeoff_panels,
 )
-from gramlin.experiments.costs import COST, cost_settings, cost_table, measure_cost
 from gramlin.experiments.scorecard import scorecard, summary
 from gramlin.experiments.summaries import mean_and_spread, paired_interval, select
 from gramlin.experiments.sweeps import Experiment, run_once, sweep
 
 __all__ = [
     "COLLAPSE",
-    "COST",
     "GRAM_SHIFT",
     "INTERPOLATION",
     "LINEARITY",
@@ -79,8 +77,6 @@ __all__ = [
     "collapse_table",
     "collapse_verdicts",
     "compare_solvers",
-    "cost_settings",
-    "cost_table",
     "depth_profiles",
     "direction_table",
     "gap_points",
@@ -100,7 +96,6 @@ __all__ = [
     "linearity_verdicts",
     "mean_and_spread",
     "measure_collapse",
-    "measure_cost",
     "measure_gram_shift",
     "measure_interpolation",
     "measure_linearity",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gramlin import data
-from gramlin.experiments.features import chunks, entering
+from gramlin.experiments.features import chunks, entering, features_name
 from gramlin.experiments.summaries import grouped, mean_and_spread, paired_interval
 from gramlin.experiments.sweeps import Experiment, optimizer_of
 from gramlin.hooks import SUPPORTED_LAYERS
@@ -187,7 +187,7 @@ def linearity_panels(
         epochs = _epochs(group[0])
         shown = epochs <= until
         panels[title] = {
-            (_features_of(index, name) if measure in ("tl", "tl_test") else name): (
+            (features_name(index) if measure in ("tl", "tl_test") and name != "output" else name): (
                 epochs[shown],
                 np.array([run.metrics["layers"][name][measure] for run in group])[:, shown],
             )
@@ -195,11 +195,6 @@ def linearity_panels(
             if measure in layer
         }
     return panels
-
-
-def _features_of(index: int, layer: str) -> str:
-    """The name of the features that enter the layer."""
-    return "output" if layer == "output" else f"h{index}" if index else "pixels"
 
 
 def _profile(run: Run, measure: str, share: float) -> list[float]:
@@ -228,7 +223,7 @@ def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
         ):
             profiles = np.array([_profile(run, measure, share) for run in group])
             rows[title, moment] = {
-                _features_of(index, ""): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
+                features_name(index): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
             }
     index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "moment"])
     return pd.DataFrame(list(rows.values()), index=index)

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 
 from gramlin import data
 from gramlin.collapse import MEASURES, nearest_class_mean_disagreement, self_duality
-from gramlin.experiments.features import chunks, entering
+from gramlin.experiments.features import chunks, entering, features_name
 from gramlin.experiments.summaries import grouped, mean_and_spread
 from gramlin.experiments.sweeps import Experiment
 from gramlin.hooks import SUPPORTED_LAYERS
@@ -256,11 +256,6 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def _features_of(index: int) -> str:
-    """The name of the features that enter a layer."""
-    return f"h{index}" if index else "pixels"
-
-
 def collapse_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """A measure of what enters each layer, for ``figures.plot_layers_over_training``: the epochs, and a row a run.
 
@@ -274,7 +269,7 @@ def collapse_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tu
 
     return {
         title: {
-            _features_of(index): (
+            features_name(index): (
                 np.array(group[0].metrics["epoch"]),
                 np.array([values(run.metrics["layers"][name]) for run in group]),
             )
@@ -322,7 +317,7 @@ def collapse_table(runs: Sequence[Run]) -> pd.DataFrame:
     for title, group in _groups(runs).items():
         for index, name in enumerate(group[0].metrics["layers"]):
             layers = [run.metrics["layers"][name] for run in group]
-            rows[title, _features_of(index)] = {
+            rows[title, features_name(index)] = {
                 "TL": mean_and_spread([layer["tl"][-1] for layer in layers], 4),
                 "TL, held-out": mean_and_spread([layer["tl_test"][-1] for layer in layers], 3),
                 "NC1": mean_and_spread([layer["nc1"][-1] for layer in layers], 4),
@@ -354,7 +349,7 @@ def bound_points(runs: Sequence[Run]) -> dict[str, tuple[np.ndarray, np.ndarray]
     for run in runs:
         for index, layer in enumerate(run.metrics["layers"].values()):
             pair = np.array([layer["nc1"][1:], 1 - np.array(layer["tl"][1:])])
-            points.setdefault(_features_of(index), []).append(pair)
+            points.setdefault(features_name(index), []).append(pair)
     return {name: tuple(np.concatenate(pairs, axis=1)) for name, pairs in points.items()}
 
 

@@ -11,6 +11,11 @@ def chunks(inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(inputs.split(4096), targets.split(4096), strict=True)
 
 
+def features_name(index: int) -> str:
+    """The name of the features that enter the layer of this index."""
+    return f"h{index}" if index else "pixels"
+
+
 def entering(network: nn.Module, layers: Sequence[str], x: Tensor, pooled: int) -> tuple[dict[str, Tensor], Tensor]:
     """The features that enter each of the layers, (n, d), and the network's output.
 

@@ -112,7 +112,9 @@ def _collapse(store: ResultsStore) -> Iterable[Finding]:
         yield Finding(row.index[0], here, len(runs), row["C7"].iloc[0], _date(runs))
 
 
-def _interpolation(column: str, course: str = "") -> Callable[[ResultsStore], Iterable[Finding]]:
+def _interpolation(
+    column: str, here: Callable[[Sequence[Run]], str] | None = None
+) -> Callable[[ResultsStore], Iterable[Finding]]:
     def findings(store: ResultsStore) -> Iterable[Finding]:
         for _, runs in grouped(store.runs("interpolation"), "dataset", "model").items():
             for title, row in interpolation_verdicts(runs).iterrows():
@@ -120,21 +122,28 @@ def _interpolation(column: str, course: str = "") -> Callable[[ResultsStore], It
                 verdict = {"yes": "reproduced", "no": "not reproduced", "open": "undecided"}.get(
                     word, "not decided by one seed"
                 )
-                here = f"rank correlation {correlation[0].strip('()')}" if correlation else _ends(runs, course)
-                yield Finding(title, here, row["seeds"], verdict, _date(runs))
+                figure = here(runs) if here else f"rank correlation {correlation[0].strip('()')}"
+                yield Finding(title, figure, row["seeds"], verdict, _date(runs))
 
     return findings
 
 
-def _ends(runs: Sequence[Run], course: str) -> str:
-    """Target Linearity against inputs, means over seeds: at the start and end for each β, or at the ends of β."""
-    means = {
-        beta: np.mean([[run.metrics["tl_inputs"][at] for at in (0, -1)] for run in group], axis=0)
+def _by_beta(runs: Sequence[Run]) -> dict[float, tuple[float, float]]:
+    """Target Linearity against inputs at the start and the end, means over seeds."""
+    return {
+        beta: tuple(np.mean([[run.metrics["tl_inputs"][at] for at in (0, -1)] for run in group], axis=0))
         for (beta,), group in grouped(runs, "beta").items()
     }
-    if course == "tl_inputs over training":
-        rises = [f"{end - start:+.3f}" for start, end in means.values()]
-        return f"TL by {', '.join(rises)} for β = {', '.join(f'{beta:g}' for beta in means)}"
+
+
+def _rises(runs: Sequence[Run]) -> str:
+    means = _by_beta(runs)
+    rises = ", ".join(f"{end - start:+.3f}" for start, end in means.values())
+    return f"TL by {rises} for β = {', '.join(f'{beta:g}' for beta in means)}"
+
+
+def _falls(runs: Sequence[Run]) -> str:
+    means = _by_beta(runs)
     smallest, largest = min(means), max(means)
     return f"TL {means[smallest][1]:.3f} at β = {smallest:g}, {means[largest][1]:.3f} at β = {largest:g}"
 
@@ -203,7 +212,7 @@ CLAIMS = (
         "curves",
         "for every β the 95% interval of end − start lies above 0",
         5,
-        _interpolation("TL rises with training", "tl_inputs over training"),
+        _interpolation("TL rises with training", _rises),
     ),
     Claim(
         "C8b",
@@ -212,7 +221,7 @@ CLAIMS = (
         "rank correlation with β of at most −0.9 in every seed, and the 95% interval of the difference between the "
         "smallest and the largest β above 0",
         5,
-        _interpolation("TL falls with β", "tl_inputs over β"),
+        _interpolation("TL falls with β", _falls),
     ),
     Claim(
         "C8c",

@@ -11,12 +11,14 @@ import pandas as pd
 import torch
 
 from gramlin import book
-from gramlin.experiments.chapter1 import gram_shift_settings
-from gramlin.experiments.chapter2 import whitening_settings
-from gramlin.experiments.chapter3 import linearity_settings
-from gramlin.experiments.chapter4 import collapse_settings
-from gramlin.experiments.chapter5 import interpolation_settings
-from gramlin.experiments.sweeps import Experiment
+from gramlin.experiments import (
+    Experiment,
+    collapse_settings,
+    gram_shift_settings,
+    interpolation_settings,
+    linearity_settings,
+    whitening_settings,
+)
 from gramlin.results import ResultsStore, Run
 
 # By chapter, the experiment whose runs it stores, and their settings.
