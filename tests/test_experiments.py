@@ -614,6 +614,12 @@ def test_an_unknown_network_is_refused():
         collapse_run(model="resnet18", width=32)
 
 
+@pytest.mark.parametrize("size", [5, 10**6])
+def test_a_size_that_classes_cannot_fill_is_refused(size):
+    with pytest.raises(ValueError, match=rf"train_size is {size}; pass 10 to \d+, as many images of each class"):
+        collapse_run(train_size=size, epochs=1)
+
+
 def test_settings_of_chapter_4_repeat_nothing():
     assert len({str(each) for each in collapse_settings("mnist", [0, 1, 2])}) == 9
     assert [each["model"] for each in collapse_settings("cifar10-jpeg", [0, 1, 2])] == ["cnn", "resnet18"]

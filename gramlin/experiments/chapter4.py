@@ -44,7 +44,7 @@ def measure_collapse(
 
     Args:
         dataset: a name for ``gramlin.data.load``; inputs are standardised.
-        train_size: train on the first so many images of each class together; None for all of them.
+        train_size: train on so many images, the first of each class and as many of each; None for all of them.
         model: "mlp" (four hidden layers, GELU), "mlp-bn" (with batch normalisation before each activation), "cnn"
             (``gramlin.models.CNN``) or "resnet18" (torchvision's, with a first convolution of 3×3 without stride, and
             no pooling after it).
@@ -68,6 +68,9 @@ def measure_collapse(
         of the features that enter it: ``tl``, ``tl_test``, ``nc1``, ``nc2_equinorm``, ``nc2_equiangular``, ``nc2_etf``.
         ``class_spread`` is g = 1 − Σ(n_c/n)², of the bound TL ≥ g/(g + NC1). Under ``rest``, only with weight decay,
         what the readout's weight W is at rest: see ``_at_rest``.
+
+    Raises:
+        ValueError: an unknown model or width; a ``train_size`` that gives a class no image, or more than it has.
     """
     split = data.standardize(data.load(dataset, device=device))
     inputs, targets = split.train_inputs, split.train_targets
@@ -151,9 +154,13 @@ def measure_collapse(
 
 
 def _balanced(targets: Tensor, size: int) -> Tensor:
-    """The first images of each class, as many of each, ``size`` in all."""
-    classes = targets.unique()
-    return torch.cat([(targets == each).nonzero().flatten()[: size // len(classes)] for each in classes])
+    """The first images of each class, as many of each, ``size`` in all (rounded down to a multiple of the classes)."""
+    counts = targets.bincount()
+    each = size // len(counts)
+    if not 1 <= each <= counts.min():
+        most = len(counts) * int(counts.min())
+        raise ValueError(f"train_size is {size}; pass {len(counts)} to {most}, as many images of each class, or None")
+    return torch.cat([(targets == label).nonzero().flatten()[:each] for label in range(len(counts))])
 
 
 def _network(model: str, shape: torch.Size, num_classes: int, width: int) -> tuple[nn.Module, list[str], int]:
