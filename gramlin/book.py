@@ -4,7 +4,9 @@ Nothing here imports PyTorch at the top, so that a chapter's first cell answers 
 """
 
 import ast
+import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -299,7 +301,22 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
             f"{chapter.name}, cell {error.exec_count}: {error.ename}: {error.evalue} (traceback in {output})"
         ) from error
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for content in (each.get("data", {}) for cell in code for each in cell.outputs):
+        if "image/png" in content:
+            content["image/png"] = _with_palette(content["image/png"])
+    nbformat.write(notebook, output)
     return "".join(each.get("text", "") for each in code[-1].outputs).strip() if code else ""
+
+
+def _with_palette(png: str) -> str:
+    """The same picture in 128 colours, which the eye does not miss in a figure: a third of the file."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    with Image.open(io.BytesIO(base64.b64decode(png))) as image:
+        dpi = image.info.get("dpi", (96, 96))
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(written, "PNG", optimize=True, dpi=dpi)
+    return base64.b64encode(written.getvalue()).decode("ascii")
 
 
 # Each kernel would print that it talks to this process over an unencrypted local socket.
