@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.typing import ColorType
 from numpy.typing import ArrayLike
 
@@ -201,7 +202,9 @@ def plot_stationarity(gradient_norms: ArrayLike, errors: dict[str, ArrayLike], b
 
 
 def plot_step_in_the_plane(before: ArrayLike, after: ArrayLike, kept: ArrayLike) -> Figure:
-    """Draw one step of a 2×2 weight: its rows as arrows, the rotations of the step's result, the Gram ellipses.
+    """Draw one step of a 2×2 weight: its columns as arrows, the rotations of the step's result, the Gram ellipses.
+
+    A rotation of the outputs turns the columns, which are the images of the unit vectors, all by the same angle.
 
     Args:
         before: W.
@@ -209,36 +212,36 @@ def plot_step_in_the_plane(before: ArrayLike, after: ArrayLike, kept: ArrayLike)
         kept: R* W⁺.
     """
     before, after, kept = (np.asarray(each) for each in (before, after, kept))
-    figure, (rows, distance, ellipses) = plt.subplots(1, 3, figsize=(8.2, 3.2))
+    figure, (images, distance, ellipses) = plt.subplots(1, 3, figsize=(9, 3.3))
     names = {"$W$": (before, "#999999"), "$W^+$": (after, COLORS["sgd"]), "$R_*W^+$": (kept, COLORS["whitened"])}
     for label, (weight, color) in names.items():
-        for row, style in zip(weight, ("-", (0, (3, 1.5))), strict=True):
-            rows.annotate(
-                "", row, (0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linestyle": style, "lw": 2}
+        for column, style in zip(weight.T, ("-", (0, (3, 1.5))), strict=True):
+            images.annotate(
+                "", column, (0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linestyle": style, "lw": 2}
             )
-        rows.plot([], [], color=color, label=label)
-    reach = 1.15 * max(np.abs(each).max() for each in (before, after, kept))
-    rows.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", title="the two rows of the weight")
-    rows.set(xlabel="$h_1$", ylabel="$h_2$")
+        images.plot([], [], color=color, label=label)
+    columns = np.concatenate([each.T for each in (before, after, kept)])
+    margin = 0.15 * np.abs(columns).max()
+    images.set(xlim=(min(0, columns[:, 0].min()) - margin, columns[:, 0].max() + margin))
+    images.set(ylim=(columns[:, 1].min() - margin, columns[:, 1].max() + margin), aspect="equal")
+    images.set(title="where the two unit vectors go", xlabel="$z_1$", ylabel="$z_2$")
 
     angles = np.linspace(-np.pi, np.pi, 721)
     turns = np.array([[np.cos(angles), -np.sin(angles)], [np.sin(angles), np.cos(angles)]]).transpose(2, 0, 1)
     distances = np.linalg.norm(turns @ after - before, axis=(1, 2))
-    distance.plot(np.degrees(angles), distances, color=COLORS["theory"])
+    distance.plot(np.degrees(angles), distances, color=COLORS["control"])
     at_zero, nearest = np.linalg.norm(after - before), np.linalg.norm(kept - before)
     turn = kept @ np.linalg.inv(after)
     distance.plot(0, at_zero, "o", color=COLORS["sgd"])
     distance.plot(np.degrees(np.arctan2(turn[1, 0], turn[0, 0])), nearest, "o", color=COLORS["whitened"])
-    distance.set(
-        xlabel="angle of R, degrees", ylabel="$\\Vert RW^+ - W\\Vert$", title="distance to W of the turned $W^+$"
-    )
+    distance.set(xlabel="angle of R, degrees", ylabel="$\\Vert RW^+ - W\\Vert_F$", title="distance to W of $RW^+$")
     distance.set_xticks([-180, -90, 0, 90, 180])
 
     for weight, color, width, style in ((before, "#999999", 2, "-"), (after, COLORS["sgd"], 4, "-")):
         ellipses.plot(*_gram_ellipse(weight.T @ weight), color=color, linewidth=width, linestyle=style)
     ellipses.plot(*_gram_ellipse(kept.T @ kept), color=COLORS["whitened"], linestyle="--")
     ellipses.set(title="Gram matrices, as ellipses", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
-    figure.legend(*rows.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*images.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -256,6 +259,9 @@ def plot_solver_curve(values: ArrayLike, reached: ArrayLike, layers: dict[str, A
     )
     curve.semilogx(values, reached, color=COLORS["newton-schulz"], label="ten steps of Newton–Schulz")
     curve.axhline(1, color=COLORS["whitened"], label="exact")
+    for axes in (curve, rug):
+        axes.axvline((8 / 15) ** 10, color=COLORS["theory"], linestyle=":", linewidth=1.2)
+    curve.annotate(" $(8/15)^{10}$", ((8 / 15) ** 10, 0.02), color=COLORS["theory"])
     curve.set(ylabel="singular value of R")
     curve.legend(loc="center left")
     for height, singular in enumerate(layers.values()):
@@ -321,7 +327,7 @@ def plot_gram_errors(errors: dict[str, tuple[ArrayLike, ArrayLike]], singular: d
 
 
 def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
-    """Draw the last accuracy of each method, a point a seed; a dashed line marks the mean of the first method.
+    """Draw the last error of each method, a point a seed; a dashed line marks the mean of the first method.
 
     Args:
         accuracies: by method, values in [0, 1].
@@ -329,12 +335,16 @@ def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
     figure, axes = plt.subplots(figsize=(7.4, 0.8 + 0.36 * len(accuracies)))
     for height, (method, values) in enumerate(accuracies.items()):
         color = COLORS.get(method, COLORS["control"])
-        axes.plot(100 * np.asarray(values), np.full(len(values), height), "o", color=color, alpha=0.8)
+        errors = 100 - 100 * np.asarray(values)
+        axes.semilogx(errors, np.full(len(values), height), "o", color=color, alpha=0.8)
     first = next(iter(accuracies.values()))
-    axes.axvline(100 * np.mean(first), color=COLORS["theory"], linestyle="--", linewidth=1)
+    axes.axvline(100 - 100 * np.mean(first), color=COLORS["theory"], linestyle="--", linewidth=1)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(range(len(accuracies)), [LABELS.get(method, method) for method in accuracies])
     axes.invert_yaxis()
-    axes.set(xlabel="test accuracy after the last epoch, %", ylabel="kept of each step")
+    axes.set(xlabel="test error after the last epoch, % (log scale)", ylabel="kept of each step")
     return figure
 
 

@@ -353,8 +353,8 @@ def test_accuracy_panels_leave_out_what_diverged_or_was_not_asked_for():
         {"sgd": [80]}, model="cnn"
     )
     assert accuracy_panels(runs, ["sgd", "whitened"]) == {
-        "digits, CNN": {"sgd": [[0.8]]},
-        "digits, MLP": {"sgd": [[0.9], [0.91]]},
+        "digits, CNN, 1 seed": {"sgd": [[0.8]]},
+        "digits, MLP, 2 seeds": {"sgd": [[0.9], [0.91]]},
     }
     assert accuracy_panels(runs, ["whitened"]) == {}
 

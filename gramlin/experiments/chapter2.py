@@ -303,7 +303,9 @@ def accuracy_panels(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, di
             method: [run.metrics["test_accuracy"] for run in select(group, method=method) if finished(run)]
             for method in methods
         }
-        panels[f"{dataset}, {model.upper()}"] = {method: rows for method, rows in curves.items() if rows}
+        seeds = len({run.settings["seed"] for run in group if run.settings["method"] in methods})
+        title = f"{dataset}, {model.upper()}, {seeds} seed{'s' if seeds > 1 else ''}"
+        panels[title] = {method: rows for method, rows in curves.items() if rows}
     return {title: curves for title, curves in panels.items() if curves}
 
 
