@@ -393,7 +393,8 @@ def plot_growth(
     right.set(ylim=(0, 1), xlabel="time t", ylabel="Target Linearity")
     for axes in (left, right):
         axes.axvline(stop, color=COLORS["theory"], linestyle=":", linewidth=1.2)
-        axes.legend(loc="lower right")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=1)
+    right.legend(loc="lower right")
     return figure
 
 
@@ -423,7 +424,7 @@ def plot_layers_over_training(
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
         colors = _colors_in_order(list(layers), colormap)
         for name, (epochs, rows) in layers.items():
-            epochs, rows = _from_epoch_1(epochs, rows) if log_epochs else (epochs, rows)
+            epochs, rows = _after_the_start(epochs, rows) if log_epochs else (epochs, rows)
             _mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
             if dashed:
                 epochs, rows = dashed[title][name]
@@ -461,8 +462,8 @@ def plot_depth_profiles(panels: dict[str, dict[str, ArrayLike]], layers: Sequenc
     return figure
 
 
-def _from_epoch_1(epochs: ArrayLike, rows: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """The later part of a course: a logarithmic axis has no place for epoch 0."""
+def _after_the_start(epochs: ArrayLike, rows: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """The course without epoch 0, for which a logarithmic axis has no place."""
     epochs, rows = np.asarray(epochs), np.asarray(rows)
     return epochs[epochs > 0], rows[:, epochs > 0]
 
@@ -476,7 +477,7 @@ def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> 
     figure, grid = _grid(len(panels))
     for axes, (title, measures) in zip(grid.flat, panels.items(), strict=False):
         for name, (epochs, rows) in measures.items():
-            _mean_and_spread(axes, *_from_epoch_1(epochs, rows), COLORS[name], name, marker="", log=True)
+            _mean_and_spread(axes, *_after_the_start(epochs, rows), COLORS[name], name, marker="", log=True)
         axes.set(title=title, xlabel="epoch", xscale="log", yscale="log")
     for axes in grid[:, 0]:
         axes.set_ylabel("0 at collapse")

@@ -442,6 +442,7 @@ def test_tables_of_linearity_hold_every_layer_and_moment():
     table = linearity_table(runs).loc["digits, SGD"]
     assert table.columns.tolist() == ["pixels", "h1"]
     assert table.loc["end", "h1"] == "0.700 ± 0.141"
+    assert table.loc["highest, held-out", "h1"] == table.loc["end, held-out", "h1"]
     assert depth_profiles(runs, "tl")["digits, SGD"]["end"] == [[0.5, 0.6], [0.5, 0.8]]
     epochs, rows = linearity_panels(runs, "surrogate")["digits, SGD"]["linear2"]
     assert epochs.tolist() == [0, 50, 100]
@@ -467,6 +468,7 @@ def test_laws_of_growth_are_told_apart():
     # Half of the largest value, e⁷ · 1.2, comes at epoch 10 (0.83 of it), not yet at 9 (0.41).
     assert row["until epoch"] == 10
     assert row["S grows by"] == pytest.approx(np.exp(7))
+    assert row["TL still to come"] == pytest.approx(1)
     assert row["first rate"] == pytest.approx(0.7)
     assert row["R² exp, rise"] == pytest.approx(1)
     assert row["R² exp, run"] < 0.6

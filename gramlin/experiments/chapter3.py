@@ -212,7 +212,10 @@ def depth_profiles(runs: Sequence[Run], measure: str) -> dict[str, dict[str, lis
 
 
 def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
-    """Target Linearity of what enters each layer, mean ± standard deviation over seeds: rows a group and moment."""
+    """Target Linearity of what enters each layer, mean ± standard deviation over seeds: rows a group and moment.
+
+    "highest, held-out" is the largest value of each run in the course of training.
+    """
     rows = {}
     for title, group in _groups(runs).items():
         for moment, measure, share in (
@@ -225,6 +228,11 @@ def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
             rows[title, moment] = {
                 features_name(index): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
             }
+        layers = [[each["tl_test"] for name, each in run.metrics["layers"].items() if name != "output"] for run in group]
+        rows[title, "highest, held-out"] = {
+            features_name(index): mean_and_spread(list(column))
+            for index, column in enumerate(np.array(layers).max(axis=2).T)
+        }
     index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "moment"])
     return pd.DataFrame(list(rows.values()), index=index)
 
@@ -269,9 +277,9 @@ def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
     The run is cut where the surrogate first reaches half of its largest value: the rise before, the rest after. Of the
     rise: its last epoch; the factor by which the surrogate has grown; the rate d ln S/dt, an epoch, in the first epoch
     and at its largest; and R² of ln S over time, which is 1 for exponential growth. Then the same R² for the whole run.
-    Of the time after the rise, for Target Linearity of the features which enter the layer: R² over ln t, which is 1 for
-    logarithmic growth, t counting from the start of training; and R² of ln(1 − TL) over ln t, 1 for a power law. The
-    input's is constant, so it has neither.
+    Of the time after the rise, for Target Linearity of the features which enter the layer: the share of its change
+    over the whole run that is still to come; R² over ln t, which is 1 for logarithmic growth, t counting from the start
+    of training; and R² of ln(1 − TL) over ln t, 1 for a power law. The input's is constant, so it has none of these.
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -301,6 +309,7 @@ _LAWS = [
     "largest rate",
     "R² exp, rise",
     "R² exp, run",
+    "TL still to come",
     "R² log",
     "R² power",
 ]
@@ -321,6 +330,7 @@ def _laws(run: Run, name: str) -> list[float]:
         rates.max(),
         _r_squared(epochs[rise], np.log(S[rise])),
         _r_squared(epochs, np.log(S)),
+        (linearity[-1] - linearity[cut]) / (linearity[-1] - linearity[0]) if varies else np.nan,
         _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
         _r_squared(np.log(epochs[after]), np.log1p(-linearity[after])) if varies else np.nan,
     ]
