@@ -139,6 +139,7 @@ def results(experiment, results_dir) -> None:
                 "seconds": f"{run.wall_seconds:.0f}",
                 "finished": run.finished[:10],
                 "commit": run.commit[:8],
+                "file": store.path(run.experiment, run.settings).name,
             }
             for run in runs
         ]

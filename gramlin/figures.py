@@ -664,11 +664,15 @@ def plot_idea(
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.1))
     points, gradient = np.asarray(points), np.asarray(gradient)
     drawn = _scatter_roll(left, points, target, "the step the features do not take: $-\\eta\\,\\partial L/\\partial H$")
-    left.quiver(*points.T, *-gradient.T, color="#444444", angles="xy", scale_units="xy", scale=1, width=0.003)
+    some = np.argsort(target)[:: max(1, len(points) // 40)]  # more arrows would hide each other
+    arrows = {"color": "#444444", "angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.006}
+    left.quiver(*points[some].T, *-gradient[some].T, **arrows)
+    left.update_datalim((points - gradient)[some])
+    left.autoscale_view()
     figure.colorbar(drawn, ax=left, label="target", shrink=0.85)
     right.plot(*_gram_ellipse(before), color="#999999", label="$W^\\top W$ before training")
     right.plot(*_gram_ellipse(after), color=COLORS["gram"], linewidth=3, label="$W^\\top W$ after training")
     right.plot(*_gram_ellipse(virtual), "--", color=COLORS["agop_sqrt"], label="before + virtual covariance shift")
-    right.set(title="the Gram matrix, which it moves", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
+    right.set(title="the Gram matrix moves as if they had", xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=3)
     return figure

@@ -33,10 +33,10 @@ def main() -> None:
     train(model, optimizer, points, angle, epochs=120, loss=F.mse_loss)
     gram = gramlin.weight_gram(before)
     after = gramlin.weight_gram(model.linear1.weight.detach())
-    shown = points.shape[0] * seen["linear1"].feature_gradients  # each point's own loss, one unit of time
+    shown = 3 * points.shape[0] * seen["linear1"].feature_gradients  # each point's own loss, for three units of time
     figure = figures.plot_idea(points, shown, angle[:, 0], gram, after, gram + virtual.shift)
     TARGET.parent.mkdir(exist_ok=True)
-    figure.savefig(TARGET, dpi=140, metadata={"Software": None})
+    figure.savefig(TARGET, dpi=220, metadata={"Software": None})
     print(TARGET)
 
 

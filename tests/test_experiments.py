@@ -659,6 +659,7 @@ def test_the_verdict_on_collapse_follows_its_rule():
     apart = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.1, 0.2, 0.25]}
     assert collapse_verdicts(collapsed([together, apart]))["C7"].tolist() == ["not reproduced"]
     assert collapse_verdicts(collapsed([together]))["C7"].tolist() == ["not decided by one seed"]
+    assert collapse_verdicts(collapsed([apart]))["C7"].tolist() == ["not reproduced"]  # one seed is enough to fail
     early = {"tl": [0.4, 0.6, 0.7, 0.9], "nc1": [3.0, 0.5, 0.1, 0.01]}
     assert collapse_verdicts(collapsed([early, early]))["C7"].tolist() == ["not reproduced"]
 
@@ -910,7 +911,7 @@ def test_the_scorecard_judges_as_the_chapters_do(tmp_path):
     assert row["here"] == "virtual 0.910 ± 0.010, AGOP 0.510 ± 0.010"
     assert table.loc["C7", "verdict"] == "not decided by one seed"
     verdicts = table.loc[["C8a", "C8b", "C8c", "C8d"], "verdict"].tolist()
-    assert verdicts == ["reproduced", "reproduced", "not reproduced", "reproduced"]
+    assert verdicts == ["reproduced", "reproduced", "not reproduced", "holds"]
     assert table.loc["C8a", "here"] == "TL by +0.305, +0.105 for β = 0.1, 10"
     assert table.loc["C8b", "here"] == "TL 0.705 at β = 0.1, 0.505 at β = 10"
     found = summary(table.reset_index()).set_index("claim")["found"]
@@ -937,9 +938,12 @@ def test_costs_are_those_of_the_stored_runs(tmp_path):
     assert table.loc[1, "quick, CPU: seconds"] == "30"
     assert table.loc[4, "quick, CPU: GiB"] == "1.5"
     assert table.loc[2, "quick, CPU: GiB"] == "–"
-    assert table.loc[2, "paper, CPU"] == "3 runs stored, median 4 min, longest 9 min"
-    assert table.loc[2, "paper, GPU"] == "1 runs stored, median 0 min, longest 0 min"
-    assert table.loc[5, "paper: runs of one data set, 3 seeds"] == 18
+    columns = [f"paper, {kind}: {what}" for kind in ("CPU", "GPU") for what in ("runs stored", "minutes each")]
+    assert table.loc[2, columns].tolist() == [3, "4", 1, "0"]
+    assert table.loc[2, "paper, CPU: hours in all"] == "0.2"
+    assert table.loc[3, columns].tolist() == ["–"] * 4
+    assert table.loc[5, "paper: runs on mnist, 3 seeds"] == 18
+    assert table.loc[4, "paper: runs on cifar10, 3 seeds"] == 2
     assert len(costs.cost_settings()) == 5
 
 

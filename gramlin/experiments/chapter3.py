@@ -228,7 +228,9 @@ def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
             rows[title, moment] = {
                 features_name(index): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
             }
-        layers = [[each["tl_test"] for name, each in run.metrics["layers"].items() if name != "output"] for run in group]
+        layers = [
+            [each["tl_test"] for name, each in run.metrics["layers"].items() if name != "output"] for run in group
+        ]
         rows[title, "highest, held-out"] = {
             features_name(index): mean_and_spread(list(column))
             for index, column in enumerate(np.array(layers).max(axis=2).T)

@@ -442,7 +442,7 @@ def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
     after the start; "over layers": that of what enters the layers, at the end. Both as the least over seeds. "TL" and
     "NC1 fell to", the last over the first, of what enters the readout: the worst seed. "reproduced" if both
     correlations are at least 0.9, TL at least 0.95 and NC1 at most a tenth of what it was, "not reproduced" if one is
-    not.
+    not. The rule asks this of every seed: one can fail it, but not meet it, and says then "not decided by one seed".
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -460,7 +460,7 @@ def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
             "over layers": f"{over_layers:.2f}",
             "TL": f"{linearity:.4f}",
             "NC1 fell to": f"{fall:.2g}",
-            "C7": ("reproduced" if holds else "not reproduced") if len(group) > 1 else "not decided by one seed",
+            "C7": "not reproduced" if not holds else "reproduced" if len(group) > 1 else "not decided by one seed",
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
 
