@@ -579,26 +579,35 @@ def plot_over_beta(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]], *,
     return plot_layers_over_training(panels, ylabel=ylabel, colormap=BETA_MAP)
 
 
-def plot_gap(points: dict[str, dict[str, ArrayLike]], spread: float) -> Figure:
-    """Draw the pooled gap over √((1 − TL)/2) between its bounds, and over the same of the inputs' TL.
+def plot_gap(points: dict[str, dict[str, dict[str, ArrayLike]]], spread: float) -> Figure:
+    """Draw the pooled gap as the theorem has it, over κ between κ ± s; and over 1 − TL against decodings and inputs.
 
     Args:
-        points: by β: ``nonlinear`` and ``inputs``, 1 − TL against decodings and inputs; ``gap``; ``ratio``, κ.
-        spread: s, of the bounds κ ± s; the lines drawn are those of κ = 1.
+        points: by data set, by β: ``nonlinear`` and ``inputs``, 1 − TL against decodings and inputs; ``gap``;
+            ``ratio``, κ.
+        spread: s.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4), sharey=True)
-    colors = _colors_in_order(list(points), BETA_MAP)
-    for axes, name in ((left, "nonlinear"), (right, "inputs")):
-        for beta, each in points.items():
-            x = np.sqrt(np.asarray(each[name]) / 2)
-            axes.plot(x, each["gap"], "o", color=colors[beta], label=beta, markersize=4, alpha=0.8)
-    reach = np.array([0, max(np.sqrt(np.nanmax(each["nonlinear"]) / 2) for each in points.values()) * 1.1])
-    for factor, style in ((1 + spread, "-"), (1 - spread, "--")):
-        label = f"({'1 + s' if factor > 1 else '1 − s'})·x, the bounds for κ = 1"
-        left.plot(reach, factor * reach, style, color=COLORS["theory"], linewidth=1.2, label=label)
-    left.set(xlabel="$\\sqrt{(1-\\mathrm{TL})/2}$, decodings", ylabel="pooled gap")
-    right.set(xlabel="$\\sqrt{(1-\\mathrm{TL})/2}$, inputs")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure, (theorem, decodings, inputs) = plt.subplots(1, 3, figsize=(9.6, 3.9))
+    colors = _colors_in_order(list(dict.fromkeys(beta for betas in points.values() for beta in betas)), BETA_MAP)
+    largest = 0.0
+    for marker, (name, betas) in zip("osv^", points.items(), strict=False):
+        decodings.plot([], [], marker, color="#444444", markersize=4, label=name)
+        for beta, each in betas.items():
+            style = {"color": colors[beta], "markersize": 3.5, "alpha": 0.8}
+            nonlinear, gap, kappa = (np.asarray(each[key]) for key in ("nonlinear", "gap", "ratio"))
+            theorem.plot(kappa, gap / np.sqrt(nonlinear / 2), marker, **style)
+            decodings.plot(nonlinear, gap, marker, **style)
+            inputs.plot(each["inputs"], gap, marker, **style)
+            largest = max(largest, np.nanmax(kappa))
+    for beta, color in colors.items():
+        decodings.plot([], [], "-", linewidth=4, color=color, label=beta)
+    kappas = np.linspace(0, 1.05 * largest, 100)
+    theorem.plot(kappas, kappas + spread, "-", color=COLORS["theory"], linewidth=1.2)
+    theorem.plot(kappas, abs(kappas - spread), "--", color=COLORS["theory"], linewidth=1.2)
+    theorem.set(xlabel="κ", ylabel="pooled gap / $\\sqrt{(1-\\mathrm{TL})/2}$", title="between κ − s and κ + s")
+    decodings.set(xlabel="1 − TL, decodings (held-out)", ylabel="pooled gap", title="against decodings")
+    inputs.set(xlabel="1 − TL, inputs (training)", ylabel="pooled gap", title="against inputs")
+    figure.legend(*decodings.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     shown = 3 * points.shape[0] * seen["linear1"].feature_gradients  # each point's own loss, for three units of time
     figure = figures.plot_idea(points, shown, angle[:, 0], gram, after, gram + virtual.shift)
     TARGET.parent.mkdir(exist_ok=True)
-    figure.savefig(TARGET, dpi=220, metadata={"Software": None})
+    figure.savefig(TARGET, dpi=220, bbox_inches="tight", metadata={"Software": None})
     print(TARGET)
 
 

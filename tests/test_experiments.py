@@ -831,6 +831,7 @@ def test_the_verdicts_on_interpolation_follow_their_rules():
     row = interpolation_verdicts(encoded(falls)).loc["digits, MLP"]
     assert row[["seeds", "TL rises with training", "TL falls with β", "violations"]].tolist() == [2, "yes", "yes", 0]
     assert row["gap follows 1 − TL, decodings"] == "yes (+1.00)"
+    assert row["at the end, decodings"] == "+1.00"
     assert row["gap follows 1 − TL, inputs"].startswith("no (-")
     rises = {0.1: [(0.5, 0.8), (0.51, 0.8)], 10.0: [(0.7, 0.9), (0.71, 0.9)]}
     assert interpolation_verdicts(encoded(rises))["TL falls with β"].tolist() == ["no"]

@@ -43,7 +43,9 @@ FIGURES = {
     ),
     "shear": lambda: figures.plot_shear({"before": roll, "after": 2 * roll}, np.arange(20) % 2),
     "over beta": lambda: figures.plot_over_beta({"one": {"β = 1": (x, [x, x]), "β = 4": (x, [x])}}, ylabel="TL"),
-    "gap": lambda: figures.plot_gap({"β = 1": dict.fromkeys(("nonlinear", "inputs", "gap", "ratio"), x / 4)}, 0.8),
+    "gap": lambda: figures.plot_gap(
+        {"digits": {"β = 1": dict.fromkeys(("nonlinear", "inputs", "gap", "ratio"), x / 4)}}, 0.8
+    ),
     "gap bounds": lambda: figures.plot_gap_bounds(x / 2, x),
     "tradeoff": lambda: figures.plot_tradeoff({"TL": {"one": (x, [x, x]), "b": (x, [x])}, "KL": {"one": (x, [x])}}),
     "idea": lambda: figures.plot_idea(roll, roll, roll[:, 0], np.eye(2), np.eye(2), np.eye(2)),

@@ -316,7 +316,8 @@ def interpolation_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
       the interval fails, holding 0; else "no".
     - "gap follows 1 − TL": the rank correlation of the pooled gap with 1 − TL, over β and the epochs after the start,
       is at least 0.9 in every seed; of TL against decodings, of which there is a theorem, and against inputs, of which
-      there is none without more. The number is the least over seeds.
+      there is none without more. In brackets the least over seeds and the largest. "at the end" is the same over β
+      alone, after the last epoch, without a rule.
 
     For a single seed the first two are "–". One seed can fail the last, which asks something of each; else it is "–".
     """
@@ -337,9 +338,10 @@ def interpolation_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
             row["TL falls with β"] = _word([fall]) if max(orders) <= -0.9 else "no"
         by_seed = [gap_points([group[index] for group in chosen.values()]) for index in range(seeds)]
         for label, key in (("decodings", "nonlinear"), ("inputs", "inputs")):
-            least = min(_rank_correlation(points, key) for points in by_seed)
-            word = "no" if least < 0.9 else "yes" if seeds > 1 else "–"
-            row[f"gap follows 1 − TL, {label}"] = f"{word} ({least:+.2f})"
+            correlations = [_rank_correlation(points, key) for points in by_seed]
+            word = "no" if min(correlations) < 0.9 else "yes" if seeds > 1 else "–"
+            row[f"gap follows 1 − TL, {label}"] = f"{word} ({_range(correlations)})"
+            row[f"at the end, {label}"] = _range([_rank_correlation(points, key, last=True) for points in by_seed])
         row["violations"] = sum(sum(run.metrics["violations"]) for group in betas.values() for run in group)
         rows[title] = row
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
@@ -351,6 +353,12 @@ def _word(intervals: Sequence[tuple[float, float]]) -> str:
     return "no" if any(high < 0 for _, high in intervals) else "open"
 
 
-def _rank_correlation(points: dict[str, dict[str, np.ndarray]], key: str) -> float:
-    nonlinear, gap = (np.concatenate([each[name] for each in points.values()]) for name in (key, "gap"))
+def _rank_correlation(points: dict[str, dict[str, np.ndarray]], key: str, *, last: bool = False) -> float:
+    chosen = slice(-1, None) if last else slice(None)
+    nonlinear, gap = (np.concatenate([each[name][chosen] for each in points.values()]) for name in (key, "gap"))
     return float(stats.spearmanr(nonlinear, gap, nan_policy="omit").statistic)
+
+
+def _range(values: Sequence[float]) -> str:
+    ends = [f"{end:+.2f}" for end in (min(values), max(values))]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
