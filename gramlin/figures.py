@@ -53,10 +53,11 @@ BETA_MAP = "plasma"
 
 def use_style() -> None:
     """Set matplotlib to the book's look; in a notebook, two pixels drawn for one shown, for sharp screens and print."""
-    if "ipykernel" in sys.modules:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):
         from matplotlib_inline.config import InlineBackend
 
-        InlineBackend.instance(parent=sys.modules["IPython"].get_ipython()).figure_formats = {"retina"}
+        InlineBackend.instance(parent=shell).figure_formats = {"retina"}
     plt.rcParams.update(
         {
             "axes.grid": True,
@@ -405,6 +406,7 @@ def plot_layers_over_training(
     ylabel: str,
     log_values: bool = False,
     log_epochs: bool = False,
+    marks: Sequence[float] = (),
     colormap: str = DEPTH_MAP,
 ) -> Figure:
     """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
@@ -417,6 +419,7 @@ def plot_layers_over_training(
         ylabel: what is drawn.
         log_values: whether the vertical axis is logarithmic.
         log_epochs: whether the horizontal one is.
+        marks: epochs to be marked by dotted lines.
         colormap: from the first layer to the last.
     """
     figure, grid = _grid(len(panels))
@@ -430,6 +433,7 @@ def plot_layers_over_training(
                 epochs, rows = dashed[title][name]
                 axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)
         axes.set(title=title, xlabel="epoch")
+        _mark(axes, marks)
         if log_values:
             axes.set_yscale("log")
         if log_epochs:
@@ -468,17 +472,24 @@ def _after_the_start(epochs: ArrayLike, rows: ArrayLike) -> tuple[np.ndarray, np
     return epochs[epochs > 0], rows[:, epochs > 0]
 
 
-def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> Figure:
+def _mark(axes: Axes, epochs: Sequence[float]) -> None:
+    for epoch in epochs:
+        axes.axvline(epoch, color=COLORS["theory"], linestyle=":", linewidth=1)
+
+
+def plot_measures(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]], *, marks: Sequence[float] = ()) -> Figure:
     """Draw several measures over epochs, both on logarithmic axes, mean ± 2 sd of the logarithm over runs.
 
     Args:
         panels: by title, by measure (a key of ``COLORS``): the epochs, and a row of values a run; NaN is left out.
+        marks: epochs to be marked by dotted lines.
     """
     figure, grid = _grid(len(panels))
     for axes, (title, measures) in zip(grid.flat, panels.items(), strict=False):
         for name, (epochs, rows) in measures.items():
             _mean_and_spread(axes, *_after_the_start(epochs, rows), COLORS[name], name, marker="", log=True)
         axes.set(title=title, xlabel="epoch", xscale="log", yscale="log")
+        _mark(axes, marks)
     for axes in grid[:, 0]:
         axes.set_ylabel("0 at collapse")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)

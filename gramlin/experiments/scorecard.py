@@ -153,7 +153,7 @@ def _falls(runs: Sequence[Run]) -> str:
 CLAIMS = (
     Claim(
         "C1",
-        "The Feature Learning Equation holds exactly, for any layer.",
+        "The Feature Learning Equation holds exactly, for any linear layer.",
         "a theorem",
         "both sides agree to rounding in every layer",
         1,
