@@ -356,8 +356,8 @@ def _colors_in_order(names: Sequence[str], colormap: str = DEPTH_MAP) -> dict[st
 
 
 def _grid(panels: int) -> tuple[Figure, np.ndarray]:
-    """Axes for so many panels, two or, for more than four, three in a row; superfluous ones are hidden."""
-    columns, width, height = (min(2, panels), 3.5, 2.7) if panels <= 4 else (3, 2.6, 2.2)
+    """Axes for so many panels, three in a row unless one, two or four; superfluous ones are hidden."""
+    columns, width, height = (min(2, panels), 3.5, 2.7) if panels in (1, 2, 4) else (3, 2.6, 2.2)
     rows = -(-panels // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(width * columns + 0.4, height * rows + 0.6), squeeze=False)
     for axes in grid.flat[panels:]:
@@ -424,8 +424,10 @@ def plot_layers_over_training(
     """
     figure, grid = _grid(len(panels))
     labels: dict = {}
+    # A panel that lacks some of the lines keeps the colours of the fullest.
+    fullest = max(panels.values(), key=len, default={})
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
-        colors = _colors_in_order(list(layers), colormap)
+        colors = _colors_in_order(list(fullest if set(layers) <= set(fullest) else layers), colormap)
         for name, (epochs, rows) in layers.items():
             epochs, rows = _after_the_start(epochs, rows) if log_epochs else (epochs, rows)
             _mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
@@ -441,6 +443,7 @@ def plot_layers_over_training(
         labels |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     for axes in grid[:, 0]:
         axes.set_ylabel(ylabel)
+    labels = {name: labels[name] for name in [*fullest, *labels] if name in labels}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=min(6, len(labels)))
     return figure
 
@@ -599,7 +602,8 @@ def plot_gap(points: dict[str, dict[str, dict[str, ArrayLike]]], spread: float) 
         spread: s.
     """
     figure, (theorem, decodings, inputs) = plt.subplots(1, 3, figsize=(9.6, 3.9))
-    colors = _colors_in_order(list(dict.fromkeys(beta for betas in points.values() for beta in betas)), BETA_MAP)
+    fullest = max(points.values(), key=len)
+    colors = _colors_in_order(list(fullest | {beta: None for betas in points.values() for beta in betas}), BETA_MAP)
     largest = 0.0
     for marker, (name, betas) in zip("osv^", points.items(), strict=False):
         decodings.plot([], [], marker, color="#444444", markersize=4, label=name)
