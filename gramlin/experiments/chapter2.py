@@ -312,9 +312,10 @@ def accuracy_panels(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, di
 def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
     """Chapter 2's claims C4 and C4b: SGD against whitened steps after the last epoch, a row a network and setting.
 
-    Test accuracies in percent, mean ± standard deviation over seeds; the paired difference whitened − SGD in points
-    with Student's 95% interval over the seeds that both have; and the verdict by the claims' rule: "reproduced" if
-    the interval excludes a loss of more than 1 point, "not reproduced" if it holds nothing but such losses.
+    Test accuracies in percent, mean ± standard deviation over the seeds that did not diverge; the paired difference
+    whitened − SGD in points with Student's 95% interval over the seeds that both have; and the verdict by the claims'
+    rule: "reproduced" if the interval excludes a loss of more than 1 point, "not reproduced" if it holds nothing but
+    such losses.
     """
     columns = ["seeds", "SGD", "whitened", "difference", "95% interval", "verdict"]
     rows = {}
@@ -323,11 +324,8 @@ def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
         if not sgd:
             continue
         row = dict.fromkeys(columns, "–") | {"seeds": len(sgd)}
-        failed = [sum(not finished(run) for run in each) for each in (sgd, whitened)]
-        if any(failed):
-            row |= {"SGD": f"{failed[0]} diverged", "whitened": f"{failed[1]} diverged"}
-        else:
-            row |= {"SGD": mean_and_spread(_final(sgd), 2), "whitened": mean_and_spread(_final(whitened), 2)}
+        row |= {"SGD": _reached(sgd), "whitened": _reached(whitened)}
+        if all(finished(run) for run in (*sgd, *whitened)):
             difference = accuracy_difference(group, "whitened", "sgd")
             row["difference"] = f"{difference.mean:+.2f}"
             row["verdict"] = "not decided by one seed"
@@ -371,6 +369,15 @@ def _pairs(runs: Sequence[Run], *methods: str) -> list[list[Run]]:
     by_seed = [{run.settings["seed"]: run for run in select(runs, method=method)} for method in methods]
     seeds = sorted(set.intersection(*(set(each) for each in by_seed)))
     return [[each[seed] for seed in seeds] for each in by_seed]
+
+
+def _reached(runs: Sequence[Run]) -> str:
+    """The final accuracies of the runs that did not diverge, and how many did."""
+    accuracies = _final([run for run in runs if finished(run)])
+    words = [mean_and_spread(accuracies, 2)] if accuracies else []
+    if len(accuracies) < len(runs):
+        words.append(f"{len(runs) - len(accuracies)} diverged")
+    return ", ".join(words)
 
 
 def _final(runs: Sequence[Run]) -> list[float]:
