@@ -139,6 +139,39 @@ def claims(rows: Iterable[tuple[str, str, bool | str | None]]) -> None:
         raise ClaimError(f"these claims do not hold in this run: {', '.join(failed)}")
 
 
+_YES = ("reproduced", "yes", "holds", True)
+_NO = ("not reproduced", "no", "reversed", False)
+
+
+def agreed(verdicts: Iterable[bool | str | None]) -> bool | str | None:
+    """What verdicts on several sets of runs say together, as ``claims`` takes it.
+
+    Args:
+        verdicts: words of the tables of verdicts, or what ``exceeds`` returns.
+
+    Returns:
+        False if one says no; else ``UNDECIDED`` if one is "undecided" or "open"; else None if one is neither (of a
+        single seed, say) or there are none; else True.
+    """
+    verdicts = list(verdicts)
+    if any(each in _NO for each in verdicts):
+        return False
+    if any(each in (UNDECIDED, "open") for each in verdicts):
+        return UNDECIDED
+    return True if verdicts and all(each in _YES for each in verdicts) else None
+
+
+def exceeds(interval: tuple[float, float], bound: float = 0.0) -> bool | str:
+    """Whether an interval lies above a bound (True), below it (False), or holds it (``UNDECIDED``)."""
+    low, high = interval
+    return True if low > bound else False if high < bound else UNDECIDED
+
+
+def opposite(verdict: bool | str | None) -> bool | str | None:
+    """True for False and False for True; what is not decided stays so."""
+    return verdict if verdict in (None, UNDECIDED) else not verdict
+
+
 def _injected_names() -> list[str]:
     """The names that papermill set in this notebook, which is the only trace of a misspelt parameter."""
     get_ipython = sys.modules["IPython"].get_ipython if "IPython" in sys.modules else lambda: None

@@ -71,7 +71,7 @@ def cost_table(store: ResultsStore) -> pd.DataFrame:
             rows[chapter][f"quick, {kind}: GiB"] = f"{quick[-1].metrics['peak_mebibytes'] / 1024:.1f}" if quick else "–"
             minutes = [run.wall_seconds / 60 for run in _on(runs, kind)]
             rows[chapter][f"paper, {kind}: runs stored"] = len(minutes) or "–"
-            rows[chapter][f"paper, {kind}: minutes each"] = f"{np.median(minutes):.0f}" if minutes else "–"
+            rows[chapter][f"paper, {kind}: median minutes"] = f"{np.median(minutes):.0f}" if minutes else "–"
             rows[chapter][f"paper, {kind}: hours in all"] = f"{sum(minutes) / 60:.1f}" if minutes else "–"
         for dataset in ("mnist", "cifar10"):
             rows[chapter][f"paper: runs on {dataset}, 3 seeds"] = len(settings(dataset, (0, 1, 2)))

@@ -99,6 +99,34 @@ def test_a_claim_that_does_not_hold_is_printed_and_raised(capsys):
 # ---- running ----
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "together"),
+    [
+        (["reproduced", "yes", True], True),
+        (["reproduced", "undecided"], book.UNDECIDED),
+        (["open", "not decided by one seed"], book.UNDECIDED),
+        (["reproduced", "not decided by one seed"], None),
+        (["undecided", "not reproduced", None], False),
+        ([False, True], False),
+        ([], None),
+    ],
+)
+def test_verdicts_agree_only_if_all_do(verdicts, together):
+    assert book.agreed(verdicts) is together
+
+
+def test_an_interval_that_holds_the_bound_does_not_decide():
+    assert book.exceeds((0.1, 2.0)) is True
+    assert book.exceeds((-3.0, -2.0), -1.0) is False
+    assert book.exceeds((-3.0, 0.0), -1.0) is book.UNDECIDED
+    assert [book.opposite(each) for each in (True, False, None, book.UNDECIDED)] == [
+        False,
+        True,
+        None,
+        book.UNDECIDED,
+    ]
+
+
 def test_a_chapter_runs_with_parameters_into_another_file(tmp_path):
     chapter = tiny_notebook(tmp_path / "tiny.ipynb", "print(word)")
     before = chapter.read_bytes()

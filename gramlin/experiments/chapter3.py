@@ -197,13 +197,18 @@ def linearity_panels(
     return panels
 
 
-def _profile(run: Run, measure: str, share: float) -> list[float]:
-    """The measure of what enters each layer, at this share of the run: a value a layer, from the input on."""
+def _entering_courses(run: Run, measure: str) -> np.ndarray:
+    """The measure of what enters each layer over training: (layers, moments), from the input on."""
+    return np.array([each[measure] for name, each in run.metrics["layers"].items() if name != "output"])
+
+
+def _profile(run: Run, measure: str, share: float) -> np.ndarray:
+    """The measure of what enters each layer, at this share of the run: (layers,), from the input on."""
     at = int(np.argmin(np.abs(_epochs(run) - share * run.settings["epochs"])))
-    return [each[measure][at] for name, each in run.metrics["layers"].items() if name != "output"]
+    return _entering_courses(run, measure)[:, at]
 
 
-def depth_profiles(runs: Sequence[Run], measure: str) -> dict[str, dict[str, list]]:
+def depth_profiles(runs: Sequence[Run], measure: str) -> dict[str, dict[str, list[np.ndarray]]]:
     """A measure over depth at four moments of training, for ``figures.plot_depth_profiles``: a row a run."""
     return {
         title: {moment: [_profile(run, measure, share) for run in group] for moment, share in _MOMENTS.items()}
@@ -218,23 +223,17 @@ def linearity_table(runs: Sequence[Run]) -> pd.DataFrame:
     """
     rows = {}
     for title, group in _groups(runs).items():
-        for moment, measure, share in (
-            ("start", "tl", 0.0),
-            ("end", "tl", 1.0),
-            ("start, held-out", "tl_test", 0.0),
-            ("end, held-out", "tl_test", 1.0),
-        ):
-            profiles = np.array([_profile(run, measure, share) for run in group])
-            rows[title, moment] = {
-                features_name(index): mean_and_spread(list(column)) for index, column in enumerate(profiles.T)
-            }
-        layers = [
-            [each["tl_test"] for name, each in run.metrics["layers"].items() if name != "output"] for run in group
-        ]
-        rows[title, "highest, held-out"] = {
-            features_name(index): mean_and_spread(list(column))
-            for index, column in enumerate(np.array(layers).max(axis=2).T)
+        profiles = {
+            "start": [_profile(run, "tl", 0.0) for run in group],
+            "end": [_profile(run, "tl", 1.0) for run in group],
+            "start, held-out": [_profile(run, "tl_test", 0.0) for run in group],
+            "end, held-out": [_profile(run, "tl_test", 1.0) for run in group],
+            "highest, held-out": [_entering_courses(run, "tl_test").max(axis=1) for run in group],
         }
+        for moment, values in profiles.items():
+            rows[title, moment] = {
+                features_name(index): mean_and_spread(list(column)) for index, column in enumerate(np.transpose(values))
+            }
     index = pd.MultiIndex.from_tuples(list(rows), names=["runs", "moment"])
     return pd.DataFrame(list(rows.values()), index=index)
 
