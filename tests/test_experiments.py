@@ -914,16 +914,16 @@ def test_the_scorecard_judges_as_the_chapters_do(tmp_path):
     verdicts = table.loc[["C8a", "C8b", "C8c", "C8d"], "verdict"].tolist()
     assert verdicts == ["reproduced", "reproduced", "not reproduced", "holds"]
     assert table.loc["C8a", "here"] == "TL by +0.305, +0.105 for β = 0.1, 10"
-    assert table.loc["C8b", "here"] == "TL 0.705 at β = 0.1, 0.505 at β = 10"
+    assert table.loc["C8b", "here"] == "TL 0.705, 0.505 for β = 0.1, 10"
     found = summary(table.reset_index()).set_index("claim")["found"]
     assert found["C2"] == "reproduced"
     assert found["C4"] == "not yet run"
 
 
 def test_the_summary_counts_sets_of_runs():
-    rows = [("C2", "x", word) for word in ("reproduced", "reproduced", "not reproduced")]
-    table = pd.DataFrame(rows, columns=["claim", "says", "verdict"])
-    assert summary(table)["found"].tolist() == ["2 × reproduced, 1 × not reproduced"]
+    words = ("undecided", "not reproduced", "reproduced", "reproduced")
+    table = pd.DataFrame([("C2", "x", word) for word in words], columns=["claim", "says", "verdict"])
+    assert summary(table)["found"].tolist() == ["2 × reproduced, 1 × not reproduced, 1 × undecided"]
 
 
 def test_costs_are_those_of_the_stored_runs(tmp_path):
