@@ -655,9 +655,10 @@ def collapsed(courses: list[dict], **changes) -> list[Run]:
 def test_the_verdict_on_collapse_follows_its_rule():
     together = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.5, 0.1, 0.01]}
     row = collapse_verdicts(collapsed([together, together])).loc["digits, MLP, λ = 0.0005"]
-    assert row.tolist() == [2, "1.00", "1.00", "0.9900", "0.0033", "reproduced"]
+    assert row.tolist() == [2, "1.00", "1.00", "0.9900", "0.0033", "1.00", "reproduced"]
     apart = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.1, 0.2, 0.25]}
-    assert collapse_verdicts(collapsed([together, apart]))["C7"].tolist() == ["not reproduced"]
+    row = collapse_verdicts(collapsed([together, apart])).iloc[0]
+    assert (row["C7"], row["NC1, end/least"]) == ("not reproduced", "2.50")  # of the worse seed
     assert collapse_verdicts(collapsed([together]))["C7"].tolist() == ["not decided by one seed"]
     assert collapse_verdicts(collapsed([apart]))["C7"].tolist() == ["not reproduced"]  # one seed is enough to fail
     early = {"tl": [0.4, 0.6, 0.7, 0.9], "nc1": [3.0, 0.5, 0.1, 0.01]}

@@ -116,7 +116,7 @@ def _collapse(store: ResultsStore) -> Iterable[Finding]:
         row = collapse_verdicts(runs)
         here = (
             f"TL {row['TL'].iloc[0]}, NC1 {row['NC1 fell to'].iloc[0]} of its start and "
-            f"{row['NC1, end/least'].iloc[0]} of its least; rank correlations {row['over time'].iloc[0]} over time, "
+            f"{row['NC1, end/least'].iloc[0]} times its least; rank correlations {row['over time'].iloc[0]} over time, "
             f"{row['over layers'].iloc[0]} over layers"
         )
         yield Finding(row.index[0], here, len(runs), row["C7"].iloc[0], _date(runs))
