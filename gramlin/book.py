@@ -21,7 +21,7 @@ from gramlin.catalogue import check_name, image_set_names
 
 PROFILES = ("quick", "paper")
 PARAMETERS = ("profile", "dataset", "device", "seeds", "results_dir")
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")  # Apple's GPUs lack float64, in which chapters measure
 
 
 class ClaimError(AssertionError):
@@ -43,7 +43,7 @@ class Parameters:
         profile: "quick" (embedded images, about a minute) or "paper" (the paper's scale).
         dataset: what the chapter trains on live.
         seeds: of the repetitions.
-        device: "cpu", "cuda", "cuda:1", "mps".
+        device: "cpu", "cuda", "cuda:1".
         results_dir: the folder of finished runs.
         classes: a chapter's own choice of classes.
     """
@@ -83,7 +83,7 @@ def check_parameters(
         profile: "quick" or "paper".
         dataset: an image set (see ``gramlin data list``) or ``folder:PATH``; "auto" is the embedded
             ``fashion-mnist-mini`` for the quick profile and ``cifar10`` for the paper's.
-        device: "auto" (cuda, then mps, then cpu), "cpu", "cuda", "cuda:N" or "mps".
+        device: "auto" (cuda, else cpu), "cpu", "cuda" or "cuda:N".
         seeds: a list of different integers, or a string such as "0, 1, 2".
         results_dir: a folder; "auto" is ``results/`` of the repository, and without one the user's data folder.
         classes: a chapter's parameters of its own, each the number of a class from 0 to 9, or the digit as a string.
@@ -106,7 +106,7 @@ def check_parameters(
     elif not str(dataset).startswith("folder:"):
         check_name(dataset, image_set_names())
     if not isinstance(device, str) or not _DEVICE.fullmatch(device):
-        raise ValueError(f"device is {device!r}; pass 'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'")
+        raise ValueError(f"device is {device!r}; pass 'auto', 'cpu', 'cuda' or 'cuda:N'")
     checked_seeds = _checked_seeds(seeds)
     if not isinstance(results_dir, str | os.PathLike) or not str(results_dir):
         raise ValueError(f"results_dir is {results_dir!r}; pass the path of a folder, or 'auto'")
@@ -209,8 +209,6 @@ def _resolved_device(device: str) -> str:
     import torch
 
     present = ["cpu"]
-    if torch.backends.mps.is_available():
-        present.insert(0, "mps")
     if torch.cuda.is_available():
         present[:0] = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if device == "auto":

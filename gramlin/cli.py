@@ -43,14 +43,14 @@ _profile = click.option(
     show_default=True,
     help="quick: a minute; paper: hours.",
 )
-_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N or mps.")
+_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 
 
 @main.command()
 @click.argument("chapter")
 @click.option("-p", "--parameter", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
 @click.option("--profile", type=click.Choice(book.PROFILES), help="Short for -p profile.")
-@click.option("--device", help="Short for -p device: auto, cpu, cuda, cuda:N or mps.")
+@click.option("--device", help="Short for -p device: auto, cpu, cuda or cuda:N.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="The executed notebook.")
 @click.option("--in-place", is_flag=True, help="Run with the defaults and keep the outputs in the chapter itself.")
 @_one_line_errors
@@ -87,6 +87,20 @@ def build(profile, device, strict) -> None:
     page, executed = book.build(profile=profile, device=device, strict=strict)
     click.echo(f"executed: {', '.join(executed) or 'nothing had changed'}")
     click.echo(page)
+
+
+@main.command()
+@_device
+@click.option("--results-dir", default="auto", help="The folder of finished runs.")
+@_one_line_errors
+def cost(device, results_dir) -> None:
+    """Measure time and memory of each chapter's quick profile, where the store lacks them, and print what it has."""
+    from gramlin import costs
+    from gramlin.experiments import sweep
+
+    run = book.check_parameters(results_dir=results_dir, device=device)
+    sweep(costs.COST, run.store, costs.cost_settings(run.device), device=run.device, workers=1)
+    click.echo(costs.cost_table(run.store).T.to_string())
 
 
 @main.group()

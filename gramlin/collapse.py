@@ -219,9 +219,9 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, the class means {tuple(M.shape)}: both are (K, d) and must agree"
         )
-    if weight.device != class_means.device:
-        raise ValueError(f"weight is on {weight.device}, the class means on {class_means.device}; move the weight")
     W = to_float64(weight)
+    if W.device != M.device:
+        raise ValueError(f"weight is on {weight.device}, the class means on {class_means.device}; move the weight")
     if not W.any():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is zero: it has no direction")
     return (W / W.norm() - M / M.norm()).norm()

@@ -1,9 +1,11 @@
 """What chapters cost: time and memory of their quick profiles, and of the stored runs at the paper's scale."""
 
+import multiprocessing
 import resource
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,27 +33,36 @@ _STORED = {
 }
 
 
-def measure_cost(*, chapter: int, device: str | torch.device = "cpu") -> dict:
+def measure_cost(*, chapter: int, device: str | torch.device = "cpu", gpu: bool = False) -> dict:
     """Run a chapter in its quick profile; its wall time is that of the run.
 
-    To be called in a process of its own: the memory is the largest that any process started by it has had.
+    Args:
+        chapter: its number.
+        device: where to run it.
+        gpu: tells a GPU's costs from a CPU's among the stored runs; the device decides.
 
     Returns:
-        ``peak_mebibytes``: resident memory of the chapter's kernel at its peak.
+        ``peak_mebibytes``: resident memory of the chapter's kernel at its peak, without that of a GPU.
     """
+    # The memory is the largest that any process started so far has had: hence a process of its own to start it.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return {"peak_mebibytes": process.submit(_peak_of, book.find_chapter(str(chapter)), str(device)).result()}
+
+
+def _peak_of(chapter: Path, device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        path = book.find_chapter(str(chapter))
-        book.execute(path, Path(folder, "out.ipynb"), {"device": str(device)}, progress=False)
+        book.execute(chapter, Path(folder, "out.ipynb"), {"device": device}, progress=False)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {"peak_mebibytes": round(peak / (2**20 if sys.platform == "darwin" else 2**10))}
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))
 
 
 COST = Experiment("cost", measure_cost)
 
 
-def cost_settings() -> list[dict]:
-    """One for each chapter."""
-    return [{"chapter": number} for number in _STORED]
+def cost_settings(device: str | torch.device = "cpu") -> list[dict]:
+    """One for each chapter, those of a GPU apart from those of a CPU."""
+    own = {} if torch.device(device).type == "cpu" else {"gpu": True}
+    return [{"chapter": number, **own} for number in _STORED]
 
 
 def cost_table(store: ResultsStore) -> pd.DataFrame:

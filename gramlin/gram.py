@@ -101,7 +101,8 @@ def feature_learning_sides(
         raise ValueError(f"layer {record.name!r} has no weight.grad: call loss.backward() with the weight unfrozen")
     groups = getattr(record.layer, "groups", 1)
     left = weight_matrix(weight.detach(), groups).mT @ weight_matrix(weight.grad, groups)
-    return left, record.feature_gradients.mT @ record.features
+    gradients = record.feature_gradients
+    return left, gradients.mT @ record.features.to(gradients.dtype)
 
 
 def virtual_update(
@@ -239,6 +240,8 @@ def agop(
         for chunk in inputs.split(chunk_size):
             try:
                 rows = jacobian(chunk).reshape(-1, dimension)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise ValueError(f"{alone} ({str(error).splitlines()[0]})") from error
             total += (rows.mT @ rows).to(total.device)
@@ -275,12 +278,12 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
     if a.shape != b.shape:
         raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they must agree")
     a, b = (_to_float64(matrix.detach()).flatten() for matrix in (a, b))
+    a, b = (matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny) for matrix in (a, b))
     sizes = a.norm(), b.norm()
     a, b = a - a.mean(), b - b.mean()
-    norms = a.norm() * b.norm()
     if any(each.norm() <= _EQUAL * size for each, size in zip((a, b), sizes, strict=True)):
         raise ValueError("a matrix with all entries equal has no correlation with another")
-    return max(-1.0, min(1.0, (a @ b / norms).item()))
+    return max(-1.0, min(1.0, (a / a.norm() @ (b / b.norm())).item()))
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

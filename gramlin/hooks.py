@@ -120,12 +120,12 @@ class LayerRecord:
     @property
     def feature_gradients(self) -> Float[Tensor, "*groups n d"]:
         """∂L/∂H = ΔW: the gradient of the features *through this layer only*, without skip connections."""
-        groups = getattr(self.layer, "groups", 1)
-        return self.deltas @ weight_matrix(self.layer.weight.detach(), groups)
+        weight = weight_matrix(self.layer.weight.detach(), getattr(self.layer, "groups", 1))
+        return self.deltas.to(weight.dtype) @ weight  # under autocast the deltas come in the lower precision
 
 
 @contextmanager
-def record(model: nn.Module, layers: Iterable[str] | None = None) -> Iterator[dict[str, LayerRecord]]:
+def record(model: nn.Module, layers: str | Iterable[str] | None = None) -> Iterator[dict[str, LayerRecord]]:
     """Record what layers see while the block runs; the model is left as it was found.
 
     Run the forward pass, and the backward pass for gradients, inside the block. Several backward passes add up,
@@ -133,7 +133,7 @@ def record(model: nn.Module, layers: Iterable[str] | None = None) -> Iterator[di
 
     Args:
         model: any ``nn.Module``.
-        layers: names as in ``model.named_modules()``; by default every ``nn.Linear`` and ``nn.Conv2d``.
+        layers: a name, or names, as in ``model.named_modules()``; by default every ``nn.Linear`` and ``nn.Conv2d``.
 
     Yields:
         A dictionary from layer name to ``LayerRecord``, in the order of ``layers``.
@@ -146,29 +146,37 @@ def record(model: nn.Module, layers: Iterable[str] | None = None) -> Iterator[di
     modules = dict(model.named_modules())
     if layers is None:
         layers = [name for name, module in modules.items() if isinstance(module, SUPPORTED_LAYERS)]
-    layers = list(layers)
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer to record")
+    layers = [layers] if isinstance(layers, str) else list(layers)
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer to record")
+        raise ValueError("layers is empty; pass names of layers, or None for all")
     for name in layers:
         if name not in modules:
             raise ValueError(f"no layer {name!r} in the model; it has {', '.join(filter(None, modules))}")
         check_layer(modules[name], f"layer {name!r}")
     records = {name: LayerRecord(name, modules[name]) for name in layers}
-    handles = [each.layer.register_forward_hook(_recorder(each._calls)) for each in records.values()]
+    handles = []
+    for each in records.values():
+        handles.append(each.layer.register_forward_hook(_recorder(each._calls, handles), with_kwargs=True))
     try:
         yield records
     finally:
         for handle in handles:
             handle.remove()
     for each in records.values():
-        if any(call.inputs._version != call.version for call in each._calls):
+        if any(_version(call.inputs) != call.version for call in each._calls):
             raise ValueError(f"the input of layer {each.name!r} was changed in place after it was recorded")
 
 
-def _recorder(calls: list[_Call]):
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        features = inputs[0].detach()
-        call = _Call(features, features._version, output.shape)
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor counts no changes
+
+
+def _recorder(calls: list[_Call], handles: list):
+    def hook(module: nn.Module, inputs: tuple, named: dict, output: Tensor) -> None:
+        features = (inputs[0] if inputs else named["input"]).detach()
+        call = _Call(features, _version(features), output.shape)
         calls.append(call)
 
         def keep_gradient(gradient: Tensor) -> None:
@@ -176,6 +184,6 @@ def _recorder(calls: list[_Call]):
             call.output_gradient = gradient if call.output_gradient is None else call.output_gradient + gradient
 
         if output.requires_grad:
-            output.register_hook(keep_gradient)
+            handles.append(output.register_hook(keep_gradient))
 
     return hook

@@ -250,6 +250,10 @@ def active_units(model: VAE, images: Float[Tensor, "n *image"], threshold: float
     if len(images) < 2:
         raise ValueError(f"got {len(images)} images; pass at least two, a variance is taken over them")
     means = torch.cat([model.encode(chunk)[0] for chunk in images.split(_CHUNK_ROWS)])
+    if not means.isfinite().all():
+        raise ValueError(
+            "the encoder's means hold NaN or infinite values: the model has diverged, or its images are not finite"
+        )
     return int((to_float64(means).var(dim=0) > threshold).sum())
 
 

@@ -298,6 +298,8 @@ class MomentsMetric(Metric):
     full_state_update = False
 
     def __init__(self, num_classes: int | None = None, **kwargs: Any):
+        if kwargs.get("compute_on_cpu"):
+            raise ValueError("compute_on_cpu is not supported; move the features to the CPU before update()")
         super().__init__(**kwargs)
         self.num_classes = num_classes
         for name, state in _states_of(Moments(num_classes)).items():
@@ -374,6 +376,9 @@ class MomentsMetric(Metric):
             self._update_count = int(state_dict[f"{prefix}layout"][0] > 0)
             self._computed = None
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in self._defaults:  # copies, since updates write into the sums
+            state = getattr(self, name)
+            setattr(self, name, state.clone() if isinstance(state, Tensor) else [each.clone() for each in state])
 
 
 def _states_of(moments: Moments) -> dict[str, Any]:

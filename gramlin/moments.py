@@ -437,12 +437,12 @@ class Moments:
     @property
     def mean(self) -> Float[Tensor, " d"]:
         """The features' mean."""
-        return self._mean()[: self.num_features]
+        return self._mean()[: self.num_features].clone()
 
     @property
     def target_mean(self) -> Float[Tensor, " K"]:
         """The targets' mean; for classes, the fraction of samples in each."""
-        return self._mean()[self.num_features :]
+        return self._mean()[self.num_features :].clone()
 
     @property
     def scatter(self) -> Float[Tensor, "d d"]:
@@ -458,7 +458,7 @@ class Moments:
         if self.sums is None:
             H, Y = self.centred_rows()
             return H.mT @ Y
-        return self.sums.cross
+        return self.sums.cross.clone()
 
     @property
     def squares(self) -> Float[Tensor, " d"]:
@@ -504,8 +504,10 @@ class Moments:
         return coordinates.mT @ coordinates
 
     def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
+        if not self.are_classes:
+            raise ValueError("the targets are real vectors; classes have counts and means: pass integer labels")
         if self.sums is not None:
-            return self.sums.counts, self.sums.means
+            return self.sums.counts.clone(), self.sums.means.clone()
         return _centre_by_class(*self._split(self._joint_rows()))
 
     def _split(self, rows: Float[Tensor, "n p"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:

@@ -1,6 +1,7 @@
 """One training loop for all chapters: data stay on the device, and nothing is done a sample at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,19 +69,31 @@ def train(
     return history
 
 
-@torch.no_grad()
 def _recorded(model: nn.Module, record: Callable[[int], dict] | None, epoch: int) -> dict:
     if record is None:
         return {}
-    model.eval()
-    return record(epoch)
+    with evaluating(model):
+        return record(epoch)
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and no gradients; each of its modules is left in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, *, batch_size: int = 8192) -> float:
-    """Fraction of samples whose largest output is their class, in [0, 1]."""
-    correct = sum(
-        (model(x).argmax(dim=1) == y).sum().item()
-        for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
-    )
+    """Fraction of samples whose largest output is their class, in [0, 1], in evaluation mode."""
+    with evaluating(model):
+        correct = sum(
+            (model(x).argmax(dim=1) == y).sum().item()
+            for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+        )
     return correct / len(inputs)

@@ -150,8 +150,15 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
     """
     if before.shape != after.shape:
         raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
-    if before.dtype != after.dtype:
-        raise ValueError(f"before is {before.dtype}, after {after.dtype}: they must agree")
+    for name in ("dtype", "device"):
+        if getattr(before, name) != getattr(after, name):
+            raise ValueError(
+                f"before has {name} {getattr(before, name)}, after {getattr(after, name)}: they must agree"
+            )
+    if before.ndim != 2 or not before.is_floating_point():
+        raise ValueError(
+            f"weights have shape {tuple(before.shape)} and dtype {before.dtype}; pass real matrices (k, d)"
+        )
     if before.device.type not in ("cpu", "cuda"):  # may lack float64
         return nearest_with_same_gram(before=before.cpu(), after=after.cpu()).to(after.device)
     k, d = before.shape
@@ -252,6 +259,8 @@ def whiten(
     if keep not in ("gram", "rotation"):
         raise ValueError(f"keep is {keep!r}; pass 'gram' or 'rotation'")
     chosen = None if params is None else list(params)
+    if chosen == []:
+        raise ValueError("params is empty, or an iterator that was used up; pass weights, or None for all")
     ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for p in chosen or ():
         if id(p) not in ours:
@@ -365,7 +374,7 @@ def _polar_by_products(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch 
 def _float32_products_are_full() -> bool:
     """Whether float32 matrix products are left in float32, rather than TensorFloat-32 or bfloat16."""
     try:
-        return torch.get_float32_matmul_precision() == "highest"
+        return torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
     except RuntimeError:  # set by backend, not alike for all
         return False
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -949,8 +950,18 @@ def test_costs_are_those_of_the_stored_runs(tmp_path):
     assert len(costs.cost_settings()) == 5
 
 
-def test_the_cost_of_a_chapter_is_measured_by_running_it(monkeypatch):
-    ran = []
-    monkeypatch.setattr(costs.book, "execute", lambda path, output, parameters, progress: ran.append(path.stem))
-    assert costs.measure_cost(chapter=5)["peak_mebibytes"] >= 0
-    assert ran == ["05_vae_interpolation"]
+def test_the_cost_of_a_chapter_is_measured_by_running_it(monkeypatch, tmp_path):
+    chapter = tmp_path / "01_held.ipynb"
+    cells = [
+        nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell("held = bytearray(200 * 2**20)"),
+    ]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), chapter)
+    monkeypatch.setattr(costs.book, "find_chapter", lambda name: chapter)
+    assert costs.measure_cost(chapter=1)["peak_mebibytes"] > 200
+
+
+def test_costs_of_a_gpu_stand_beside_those_of_a_cpu():
+    assert costs.cost_settings("cuda")[0] == {"chapter": 1, "gpu": True}
+    assert costs.cost_settings()[0] == {"chapter": 1}

@@ -559,3 +559,43 @@ def test_recording_leaves_no_hook_behind():
     with pytest.raises(RuntimeError, match="stop"), record(model):
         raise RuntimeError("stop")
     assert not model[0]._forward_hooks
+
+
+def test_under_autocast_the_equation_holds_to_the_lower_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+    with record(model) as records, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(64, 20)).square().mean().backward()
+    for each in records.values():
+        left, right = feature_learning_sides(each)
+        assert relative_error(left, right) < 0.02  # bfloat16 has eight bits
+
+
+def test_a_layer_called_by_keyword_or_under_inference_is_recorded():
+    layer = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    with record(layer, "") as records, torch.inference_mode():
+        layer(input=x)
+    assert records[""].features.equal(x)
+
+
+def test_a_backward_pass_after_the_block_changes_nothing():
+    model = nn.Linear(3, 2)
+    with record(model) as records:
+        loss = model(torch.ones(4, 3)).sum()
+        loss.backward(retain_graph=True)
+    before = records[""].deltas
+    loss.backward()
+    assert records[""].deltas.equal(before)
+
+
+@pytest.mark.parametrize(("layers", "words"), [([], "layers is empty"), ("absent", "no layer 'absent'")])
+def test_layers_to_record_are_named(layers, words):
+    with pytest.raises(ValueError, match=words), record(nn.Sequential(nn.Linear(2, 2)), layers):
+        pass
+
+
+def test_correlation_of_tiny_matrices_is_no_underflow():
+    A = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
+    assert matrix_correlation(A * 1e-170, A * 1e-170) == pytest.approx(1, abs=1e-12)
+    assert matrix_correlation(A * 1e-170, -A * 1e-170) == pytest.approx(-1, abs=1e-12)

@@ -425,3 +425,11 @@ def test_bad_input_is_named(case, unchecked):
     call, kind, words = ERRORS[case]
     with pytest.raises(kind, match=words):
         call(unchecked)
+
+
+def test_a_model_that_diverged_has_no_count_of_active_units():
+    model = VAE((1, 2, 2), latent=3, hidden=16)
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="diverged"):
+        active_units(model, torch.rand(4, 1, 2, 2))

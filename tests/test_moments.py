@@ -269,3 +269,17 @@ def test_a_refused_batch_adds_nothing(n, unchecked):
     with pytest.raises(ValueError, match="NaN"):
         moments.update(H, Y)
     assert all(torch.equal(value, before[name]) for name, value in figures(moments).items())
+
+
+@pytest.mark.parametrize("n", [3, 30])
+def test_real_targets_have_no_classes_and_what_is_read_is_a_copy(n):
+    torch.manual_seed(0)
+    moments = Moments()
+    moments.update(torch.randn(n, 4), torch.randn(n, 2))
+    with pytest.raises(ValueError, match="pass integer labels"):
+        _ = moments.class_means
+    mean, cross = moments.mean, moments.cross
+    kept = mean.clone(), cross.clone()
+    moments.update(torch.randn(n, 4), torch.randn(n, 2))
+    assert mean.equal(kept[0])
+    assert cross.equal(kept[1])

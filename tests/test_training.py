@@ -116,3 +116,15 @@ def test_cnn_has_the_stated_layers():
 def test_cnn_errors(unchecked, arguments, words):
     with pytest.raises(ValueError, match=words):
         unchecked.models.CNN(*arguments)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_measuring_leaves_each_module_in_its_mode(mode):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).train(mode)
+    model[1].train(not mode)
+    x, y = torch.randn(8, 3), torch.arange(8) % 3
+    before = model[1].running_mean.clone()
+    accuracy(model, x, y)
+    assert model[1].running_mean.equal(before)
+    assert (model[0].training, model[1].training) == (mode, not mode)

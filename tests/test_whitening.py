@@ -892,3 +892,23 @@ def test_whitening_on_cuda_is_that_on_the_cpu():
         assert X.is_cuda
         exact = nearest_with_same_gram(before=W.double(), after=W_plus.double())
         torch.testing.assert_close(X.cpu().double(), exact, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64), "real matrices"),
+        (torch.ones(2, 3, 1), torch.ones(2, 3, 1), "real matrices"),
+        (torch.ones(2, 3), torch.ones(2, 3, device="meta"), "device"),
+    ],
+)
+def test_weights_are_matrices_in_one_place(before, after, words, unchecked):
+    with pytest.raises(ValueError, match=words):
+        nearest_with_same_gram(before=before, after=after)
+
+
+def test_an_iterator_of_parameters_that_was_used_up_is_refused():
+    params = iter(nn.Linear(3, 2).parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(ValueError, match="used up"):
+        whiten(optimizer, params)

@@ -157,10 +157,12 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     keys = ("dataset", "model", "width", "method", "lr")
     several = {key for key in ("model", "width") if len({run.settings[key] for run in runs}) > 1}
     groups = {}
-    for (dataset, model, width, method, _), group in grouped(runs, *keys).items():
+    for (dataset, model, width, method, lr), group in grouped(runs, *keys).items():
         title = f"{dataset}, {_METHODS[method]}"
         if several:
             title += f", {model.upper()} of width {width}"
+        if title in groups:
+            title += f", η = {lr:g}"
         groups[title] = group
     return dict(sorted(groups.items(), key=lambda item: "Adam" in item[0]))
 

@@ -246,7 +246,7 @@ def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     The MLPs with and without weight decay, and with both decay and batch normalisation.
     """
     base = {"dataset": dataset, "train_size": None, "momentum": 0.9, "batch_size": 128, "epochs": 350}
-    if dataset.startswith("cifar10"):
+    if dataset in ("cifar10", "cifar10-jpeg"):
         cnn = {**base, "model": "cnn", "width": 32, "train_size": 10_000, "lr": 0.02}
         resnet = {**base, "model": "resnet18", "width": 64, "lr": 0.05}
         return [{**each, "weight_decay": 5e-4, "seed": seeds[0]} for each in (cnn, resnet)]

@@ -185,7 +185,7 @@ INTERPOLATION = Experiment("interpolation", measure_interpolation)
 
 def interpolation_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     """The paper-scale runs of chapter 5, β by β: six for all seeds, on CIFAR-10 three for one seed."""
-    large = dataset.startswith("cifar10")
+    large = dataset in ("cifar10", "cifar10-jpeg")
     base = {"dataset": dataset, "model": "mlp", "latent": 32, "hidden": 512, "lr": 1e-4, "batch_size": 128}
     betas, epochs = ((0.1, 1.0, 10.0), 30) if large else ((0.05, 0.1, 0.5, 1.0, 4.0, 10.0), 10)
     return [

@@ -68,13 +68,13 @@ def sweep(
             pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
             with pool:
                 futures = [pool.submit(_run_and_save, experiment, each, device, store) for each in missing]
-                for future in as_completed(futures):
-                    try:
+                try:
+                    for future in as_completed(futures):
                         future.result()
-                    except BaseException:
-                        pool.shutdown(cancel_futures=True)
-                        raise
-                    progress.update()
+                        progress.update()
+                except BaseException:  # an interrupt, too: what has not begun shall not
+                    pool.shutdown(cancel_futures=True)
+                    raise
     return [store.get(experiment.name, each) for each in settings]
 
 
