@@ -899,12 +899,12 @@ def test_whitening_on_cuda_is_that_on_the_cpu():
     [
         (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64), "real matrices"),
         (torch.ones(2, 3, 1), torch.ones(2, 3, 1), "real matrices"),
-        (torch.ones(2, 3), torch.ones(2, 3, device="meta"), "device"),
+        (torch.ones(2, 3), torch.ones(2, 3, device="meta"), "before is cpu, after meta"),
     ],
 )
-def test_weights_are_matrices_in_one_place(before, after, words, unchecked):
+def test_weights_are_matrices_in_one_place(before, after, words):
     with pytest.raises(ValueError, match=words):
-        nearest_with_same_gram(before=before, after=after)
+        unchecked_whitening().nearest_with_same_gram(before=before, after=after)
 
 
 def test_an_iterator_of_parameters_that_was_used_up_is_refused():
