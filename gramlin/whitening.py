@@ -152,9 +152,7 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
         raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
     for name in ("dtype", "device"):
         if getattr(before, name) != getattr(after, name):
-            raise ValueError(
-                f"before has {name} {getattr(before, name)}, after {getattr(after, name)}: they must agree"
-            )
+            raise ValueError(f"before is {getattr(before, name)}, after {getattr(after, name)}: they must agree")
     if before.ndim != 2 or not before.is_floating_point():
         raise ValueError(
             f"weights have shape {tuple(before.shape)} and dtype {before.dtype}; pass real matrices (k, d)"

@@ -902,9 +902,9 @@ def test_whitening_on_cuda_is_that_on_the_cpu():
         (torch.ones(2, 3), torch.ones(2, 3, device="meta"), "before is cpu, after meta"),
     ],
 )
-def test_weights_are_matrices_in_one_place(before, after, words):
+def test_weights_are_matrices_in_one_place(unchecked_whitening, before, after, words):
     with pytest.raises(ValueError, match=words):
-        unchecked_whitening().nearest_with_same_gram(before=before, after=after)
+        unchecked_whitening.nearest_with_same_gram(before=before, after=after)
 
 
 def test_an_iterator_of_parameters_that_was_used_up_is_refused():
