@@ -297,7 +297,7 @@ def nearest_class_mean_disagreement(
             f"features have shape {tuple(features.shape)}, predictions {tuple(predictions.shape)}, class means "
             f"{tuple(M.shape)}: expected (n, d), (n,) and (K, d)"
         )
-    devices = [str(tensor.device) for tensor in (features, predictions, class_means)]
+    devices = ["cpu" if each.is_mps else str(each.device) for each in (features, predictions, class_means)]
     if len(set(devices)) > 1:
         raise ValueError(f"features, predictions and class means are on {', '.join(devices)}; move them to one device")
     if predictions.min() < 0 or predictions.max() >= len(M):
@@ -307,7 +307,7 @@ def nearest_class_mean_disagreement(
     # ‖h − m‖² = ‖h‖² − 2(hᵀm − ‖m‖²/2), with h and m about the mean of class means, where nothing cancels.
     origin, offsets = to_float64(class_means).mean(dim=0), M.square().sum(dim=1) / 2
     wrong = sum(
-        ((to_float64(chunk) - origin) @ M.mT - offsets).argmax(dim=1).ne(predicted).sum()
+        ((to_float64(chunk) - origin) @ M.mT - offsets).argmax(dim=1).ne(predicted.to(M.device)).sum()
         for chunk, predicted in zip(features.split(4096), predictions.split(4096), strict=True)
     )
     return wrong.double() / len(features)

@@ -535,6 +535,7 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
             np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # readable for all who share the folder
             os.replace(file.name, path)
         except BaseException:
             os.unlink(file.name)

@@ -1,5 +1,6 @@
 """The book's one look; every figure is a function of results, and returns the figure it drew."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -664,7 +665,7 @@ def plot_tradeoff(panels: dict[str, dict[str, tuple[ArrayLike, ArrayLike]]]) -> 
     figure, grid = _grid(len(panels))
     palette = (COLORS["virtual"], COLORS["agop"], COLORS["whitened"])
     for axes, (measure, sets) in zip(grid.flat, panels.items(), strict=False):
-        for (name, (betas, rows)), color in zip(sets.items(), palette, strict=False):
+        for (name, (betas, rows)), color in zip(sets.items(), itertools.cycle(palette), strict=False):
             _mean_and_spread(axes, betas, rows, color, name)
         axes.set(title=measure, xlabel="β", xscale="log")
     grid[0, 0].set_ylabel("at the end of training")

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gramlin.hooks import LayerRecord, check_layer, weight_matrix
+from gramlin.moments import to_float64
 
 # A matrix whose entries differ by less than this, relative to its norm, has them equal but for float64's rounding.
 _EQUAL = 1e-14
@@ -76,7 +77,8 @@ def feature_learning_sides(
 ) -> tuple[Float[Tensor, "*groups d d"], Float[Tensor, "*groups d d"]]:
     """Both sides of the Feature Learning Equation for a recorded layer, Wᵀ ∂L/∂W and (∂L/∂H)ᵀH (``eq:fle``).
 
-    The left side is what autograd left in ``weight.grad``, the right side is what the layer saw: equal to rounding.
+    The left side is what autograd left in ``weight.grad``, the right side is what the layer saw: equal to rounding
+    (on GPUs that of TensorFloat-32 for float32 convolutions, unless ``torch.backends.cudnn.allow_tf32`` is off).
     Set gradients to zero before the recorded pass. A weight that other layers share gets their gradients too; tie
     uses by calling one layer twice, which is recorded, rather than by sharing the parameter.
 
@@ -277,7 +279,7 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
     _check_numbers(a=a, b=b)
     if a.shape != b.shape:
         raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they must agree")
-    a, b = (_to_float64(matrix.detach()).flatten() for matrix in (a, b))
+    a, b = (to_float64(matrix).flatten() for matrix in (a, b))
     a, b = (matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny) for matrix in (a, b))
     sizes = a.norm(), b.norm()
     a, b = a - a.mean(), b - b.mean()
@@ -287,8 +289,10 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖_F / ‖reference‖_F, over all entries."""
-    value, reference = _to_float64(value.detach()), _to_float64(reference.detach())
+    """‖value − reference‖_F / ‖reference‖_F, over all entries; ``ValueError`` for a reference of zeros."""
+    value, reference = to_float64(value), to_float64(reference)
+    if not reference.any():
+        raise ValueError(f"the reference of shape {tuple(reference.shape)} is zero: nothing is relative to it")
     return ((value - reference).norm() / reference.norm()).item()
 
 
@@ -376,7 +380,8 @@ class VirtualCovariance:
         if getattr(optimizer, "found_inf", None) is not None and optimizer.found_inf:
             return
         if getattr(optimizer, "grad_scale", None) is not None:
-            gradient = gradient / optimizer.grad_scale
+            gradient = gradient / optimizer.grad_scale.to(gradient.device)
+        self._sum = self._sum.to(gradient.device)  # where the model has moved since
         group = self._parameter_group(optimizer)
         rate = float(group["lr"]) * (-1 if group.get("maximize") else 1)
         weight, gradient = (
@@ -416,11 +421,6 @@ def _check_feature_gradient(features: Tensor, gradient: Tensor, lr: float) -> No
         raise ValueError(
             f"features have shape {tuple(features.shape)}, gradient {tuple(gradient.shape)}: both must be (n, d)"
         )
-
-
-def _to_float64(tensor: Tensor) -> Tensor:
-    # Apple's GPUs have no float64; the sum is then taken on the CPU.
-    return tensor.to("cpu" if tensor.device.type == "mps" else tensor.device).double()
 
 
 def _zeros_float64(size: int, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from gramlin.collapse import MEASURES, check_classes
 from gramlin.hooks import SUPPORTED_LAYERS, check_layer
 from gramlin.linearity import HeldOut, LinearFit, alignment_of, fit_of, linearity_of
 from gramlin.moments import Moments, target_matrix
+from gramlin.training import evaluating
 
 POSITIONS = ("pool", "flatten")
 
@@ -319,13 +320,13 @@ def _pass(
                     "not the batch; leave the layer out by naming others in layers="
                 )
             try:
-                observe(name, entered, left, current)
+                observe(name, entered, left, current.to(left.device))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"layer {name!r}: {error}") from error
 
         return hook
 
-    with _left_as_found(model, device), torch.no_grad():
+    with _left_as_found(model, device):
         handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
         try:
             empty = True
@@ -353,15 +354,9 @@ def _pass(
 
 @contextmanager
 def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode inside; the modes of all submodules and torch's random state come back."""
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+    """Evaluation mode and no gradients inside; the modes of all submodules and torch's random state come back."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), evaluating(model):
+        yield
 
 
 # ---- what of a layer is measured ----

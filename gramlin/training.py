@@ -42,7 +42,7 @@ def train(
 
     Raises:
         ValueError: no rows, or a different number of inputs and targets.
-        FloatingPointError: the loss became NaN or infinite; says when.
+        FloatingPointError: the loss became NaN or infinite, or at last a weight; says when.
     """
     n = len(inputs)
     if n == 0 or n != len(targets):
@@ -66,6 +66,8 @@ def train(
         if not torch.isfinite(total):
             raise FloatingPointError(f"the loss became {mean_loss} in epoch {epoch}: lower the learning rate")
         history.append({"epoch": epoch, "train_loss": mean_loss, **_recorded(model, record, epoch)})
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise FloatingPointError("a weight became NaN or infinite in the last step: lower the learning rate")
     return history
 
 

@@ -150,15 +150,22 @@ def test_workers_side_by_side_give_the_same_runs(store):
     assert [run.metrics["square"] for run in sweep(DEMO, store, FOUR, workers=2)] == [0, 1, 4, 9]
 
 
-def test_a_failing_run_leaves_the_finished_ones(store):
-    def fails_at_two(*, seed: int, device: str) -> dict:
-        if seed == 2:
-            raise FloatingPointError("diverged")
-        return square(seed=seed, device=device)
+def fails_when_odd(*, seed: int, device: str) -> dict:
+    if seed % 2:
+        raise FloatingPointError("diverged")
+    return square(seed=seed, device=device)
 
-    with pytest.raises(FloatingPointError, match="diverged"):
-        sweep(Experiment("demo", fails_at_two), store, FOUR, workers=1)
-    assert [run.settings["seed"] for run in store.runs("demo")] == [0, 1]
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_failing_runs_leave_the_others(store, workers):
+    experiment = Experiment("demo", fails_when_odd)
+    with pytest.raises(ExceptionGroup, match="2 of 4 runs of demo failed") as caught:
+        sweep(experiment, store, FOUR, workers=workers)
+    assert caught.group_contains(FloatingPointError, match="diverged")
+    assert [run.settings["seed"] for run in store.runs("demo")] == [0, 2]
+    with pytest.raises(FloatingPointError, match="diverged") as caught:
+        sweep(experiment, store, FOUR[:2], workers=workers)
+    assert caught.value.__notes__[-1] == "in the run of demo with {'seed': 1}"
 
 
 def test_a_killed_sweep_resumes_with_nothing_lost(store):

@@ -128,3 +128,10 @@ def test_measuring_leaves_each_module_in_its_mode(mode):
     accuracy(model, x, y)
     assert model[1].running_mean.equal(before)
     assert (model[0].training, model[1].training) == (mode, not mode)
+
+
+def test_a_weight_that_diverges_in_the_last_step_is_reported():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    with pytest.raises(FloatingPointError, match="last step"):
+        train(model, optimizer, torch.ones(2, 1), torch.zeros(2, 1), epochs=1, loss=torch.nn.functional.mse_loss)

@@ -17,7 +17,7 @@ from gramlin.linearity import HeldOut, alignment_of, fit_of, linearity_of
 from gramlin.models import CNN, MLP
 from gramlin.moments import Moments
 from gramlin.results import Run
-from gramlin.training import accuracy, train
+from gramlin.training import accuracy, evaluating, train
 
 # A convolution's map enters as its 4×4 averages; one average of all would leave a feature a channel.
 _POOLED = 4
@@ -79,9 +79,8 @@ def measure_linearity(
     pixels: dict[str, Any] = {}  # the input's sums and values, which training does not change
     step = 0
 
-    @torch.no_grad()
+    @evaluating(network)
     def measure() -> None:
-        network.eval()
         moments = {name: Moments(split.num_classes) for name in layers if name not in pixels}
         for x, y in chunks(split.train_inputs, split.train_targets):
             features, output = entering(network, names, x, _POOLED)
@@ -109,7 +108,6 @@ def measure_linearity(
                 layers[name]["cka"].append(alignment_of(W @ cross, W @ scatter @ W.mT, of_targets).item())
         history["step"].append(step)
         history["test_accuracy"].append(accuracy(network, split.test_inputs, split.test_targets))
-        network.train()
 
     def after_step(*_) -> None:
         nonlocal step

@@ -53,15 +53,21 @@ def sweep(
 
     Raises:
         ResultsError: a stored run is damaged or was edited.
+        Exception: what a run raised, with its settings in a note; an ``ExceptionGroup`` if several did. The other runs
+            have been done and saved by then.
     """
     missing = [each for each in settings if store.get(experiment.name, each) is None]
     if workers is None:
         workers = (os.cpu_count() or 1) if torch.device(device).type == "cpu" else 1
+    failures: list[Exception] = []
     progress = tqdm(total=len(missing), desc=experiment.name, unit="run", disable=not (missing and sys.stderr.isatty()))
     with progress:
         if workers == 1 or len(missing) <= 1:
             for each in missing:
-                store.save(run_once(experiment, each, device))
+                try:
+                    _run_and_save(experiment, each, device, store)
+                except Exception as error:
+                    failures.append(error)
                 progress.update()
         else:
             # Fresh processes: a forked one would inherit the thread pools of PyTorch in an undefined state.
@@ -70,11 +76,16 @@ def sweep(
                 futures = [pool.submit(_run_and_save, experiment, each, device, store) for each in missing]
                 try:
                     for future in as_completed(futures):
-                        future.result()
+                        if future.exception() is not None:
+                            failures.append(future.exception())
                         progress.update()
-                except BaseException:  # an interrupt, too: what has not begun shall not
+                except BaseException:  # an interrupt: what has not begun shall not
                     pool.shutdown(cancel_futures=True)
                     raise
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} of {len(missing)} runs of {experiment.name} failed", failures)
     return [store.get(experiment.name, each) for each in settings]
 
 
@@ -107,7 +118,11 @@ def _exit_with_parent() -> None:
 
 
 def _run_and_save(experiment: Experiment, settings: dict, device: str, store: ResultsStore) -> None:
-    store.save(run_once(experiment, settings, device))
+    try:
+        store.save(run_once(experiment, settings, device))
+    except Exception as error:
+        error.add_note(f"in the run of {experiment.name} with {settings}")
+        raise
 
 
 def _device_name(device: str | torch.device) -> str:
