@@ -19,7 +19,7 @@ from gramlin.linearity import Features, MomentsMetric, linearity_of
 from gramlin.moments import Moments, centred, to_float64
 
 # Directions along which class means vary by less than this fraction of their largest variation count as rounding.
-_RANK_CUTOFF = 1e-6
+RANK_CUTOFF = 1e-6
 
 # A class mean closer to their mean than this, relative to the means themselves, is there but for rounding.
 _AT_CENTRE = 1e-13
@@ -99,9 +99,10 @@ def variability_of(moments: Moments) -> Float[Tensor, ""]:
     """``nc1`` of ``neural_collapse``: tr(Σ_W Σ_B⁺)/K = tr(Σ_W (MᵀM)⁺)."""
     M = _centred_means(moments.class_means)
     _, variations, directions = torch.linalg.svd(M, full_matrices=False)
-    rank = int((variations[: len(M) - 1] > _RANK_CUTOFF * variations[0]).sum())
+    rank = int((variations[: len(M) - 1] > RANK_CUTOFF * variations[0]).sum())
     whitening = directions[:rank].mT / variations[:rank]
-    return moments.within_products(whitening).trace() / moments.count
+    # Where classes vary far more outside the span of M than inside, rounding can leave less than nothing.
+    return (moments.within_products(whitening).trace() / moments.count).clamp(min=0)
 
 
 def check_classes(moments: Moments) -> None:

@@ -11,7 +11,8 @@ Two things are asked of R, and they are not the same. That it is *orthogonal* ke
 here, always. That it is *nearest* is what makes it the rotation of the step and of nothing else; it is the harder one
 in float32, because M = W W⁺ᵀ is a large symmetric matrix plus a small skew one, and only the skew part turns. A
 step of 10⁻⁵ ‖W‖ has a skew part that the float32 rounding of M drowns. So M is formed in float64, whatever the
-weights are stored in, and R enters as W⁺ + (R − I) W⁺: the one rounding left is that of the stored weight.
+weights are stored in, and R enters as W⁺ + (R − I) W⁺: the one rounding left is that of the stored weight. (For float32
+weights on a CPU there is a faster way, whose M is I plus a small skew matrix that float32 resolves by itself.)
 """
 
 from collections.abc import Callable, Iterable

@@ -685,3 +685,17 @@ def test_a_refused_batch_changes_nothing(unchecked):
     with pytest.raises(ValueError, match="no samples of class 2"):
         metric(H5[:2], C5[:2])  # forward's value of this batch alone
     assert torch.equal(metric.class_means(), torch.stack([H5[c == C5].double().mean(dim=0) for c in range(3)]))
+
+
+@few
+@given(seed=seeds)
+def test_variation_outside_the_span_of_the_means_is_no_negative_nc1(seed):
+    generator = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
+    y = torch.arange(60) % 3
+    H = torch.zeros(60, 8, dtype=torch.float64)
+    H[:, :3] = simplex_etf(3, 3).to(H)[y]
+    H[:, 3:] = 10 * torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    H[:, 3:] -= torch.stack([H[y == c, 3:].mean(dim=0) for c in range(3)])[y]  # the means stay in their plane
+    nc1 = neural_collapse(H @ turn, y)["nc1"]
+    assert 0 <= nc1 < 1e-12  # the rounding of variances of 100, of which nothing is left

@@ -92,6 +92,14 @@ def test_a_page_loads_from_this_host_alone_and_typesets_all_mathematics(browser,
         assert formulas > 0 or not name.startswith("book/0")  # every chapter has some
 
 
+@pytest.mark.parametrize("name", pages())
+def test_a_page_fits_windows_between_a_phone_and_a_desktop(browser, address, name):
+    with Visit(browser, f"{address}/{name}", PHONE) as visit:
+        for width in (768, 1000, 1199, 1200, 1600):  # on both sides of the widths at which the theme changes
+            visit.page.set_viewport_size({"width": width, "height": 900})
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", pages())
 def test_a_page_fits_a_phone(browser, address, name, theme):
