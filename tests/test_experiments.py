@@ -78,7 +78,9 @@ from gramlin.experiments import (
     whitening_table,
 )
 from gramlin.experiments.chapter2 import split_steps
+from gramlin.experiments.chapter4 import decay_groups, shares_by_direction
 from gramlin.models import MLP
+from gramlin.moments import Moments
 from gramlin.results import ResultsStore, Run
 from gramlin.training import accuracy, train
 
@@ -541,6 +543,23 @@ def test_chapter_4_measures_what_its_parts_measure():
         assert metrics["nc4"][-1] == pytest.approx(nc4, abs=0.02)
         centred = means - means.mean(dim=0)
         gram = centred @ centred.T
+        # By autograd, as the part of the weight's gradient that features have at their class means.
+        at_means = model.linear5.weight.new_zeros(10, 16).requires_grad_()
+    with torch.enable_grad():
+        shifted = features @ model.linear5.weight.T + model.linear5.bias + centred[y] @ at_means.T
+        F.cross_entropy(shifted, y).backward()
+    with torch.no_grad():
+        W = model.linear5.weight
+        duality = ((W + at_means.grad / 2e-3).norm() / W.norm()).item()
+        assert metrics["rest"]["duality"][-1] == pytest.approx(duality, rel=1e-2)
+        held_out = split.test_inputs.flatten(1)
+        for layer in list(model)[1:-1]:
+            held_out = layer(held_out)
+        decided = model.linear5(held_out).argmax(dim=1)
+        nc4 = nearest_class_mean_disagreement(held_out, decided, means).item()
+        assert metrics["nc4_test"][-1] == pytest.approx(nc4, abs=0.02)
+        score = fit_linear(features, y).score(held_out, split.test_targets).item()
+        assert measured["tl_test"][-1] == pytest.approx(score, rel=1e-2)
         assert np.trace(np.array(metrics["cosines"]["3"])) == pytest.approx(10)
         assert metrics["cosines"]["3"][0][1] == pytest.approx(
             (gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt()).item(), abs=0.02
@@ -597,6 +616,27 @@ def test_at_rest_with_collapsed_features_the_readout_is_dual_to_class_means():
 
 def test_without_weight_decay_there_is_no_rest():
     assert "rest" not in collapse_run(weight_decay=0.0, epochs=1)
+
+
+def test_neither_biases_nor_normalisation_is_decayed():
+    model = MLP([4, 3, 2], batch_norm=True)
+    decayed, free = decay_groups(model, 0.1)
+    assert [decayed["weight_decay"], free["weight_decay"]] == [0.1, 0]
+    assert {id(each) for each in decayed["params"]} == {id(model.linear1.weight), id(model.linear2.weight)}
+    assert len(free["params"]) == len(list(model.parameters())) - 2
+
+
+@pytest.mark.parametrize(("K", "d"), [(3, 8), (3, 2), (5, 3)])
+def test_shares_by_direction_add_up(K, d):
+    torch.manual_seed(0)
+    y = torch.arange(40 * K) % K
+    H = torch.randn(K, d, dtype=torch.float64)[y] + 0.1 * torch.randn(40 * K, d, dtype=torch.float64)
+    moments = Moments()
+    moments.update(H, y)
+    shares = shares_by_direction(moments)
+    assert len(shares["variances"]) == min(K - 1, d)
+    assert sum(shares["variances"]) == pytest.approx(1)
+    assert sum(shares["nc1_shares"]) == pytest.approx(neural_collapse(H, y)["nc1"].item())
 
 
 def test_batch_normalisation_helps_collapse():

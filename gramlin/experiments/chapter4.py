@@ -80,10 +80,7 @@ def measure_collapse(
     torch.manual_seed(seed)
     network, layers, pooled = _network(model, inputs.shape[1:], split.num_classes, width)
     network = network.to(device, memory_format=torch.channels_last)
-    decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1]
-    free = [parameter for parameter in network.parameters() if parameter.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-    optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum)
+    optimizer = torch.optim.SGD(decay_groups(network, weight_decay), lr=lr, momentum=momentum)
     milestones = [round(share * epochs) for share in _MILESTONES]
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
     readout = network.get_submodule(layers[-1])
@@ -124,7 +121,7 @@ def measure_collapse(
             "nc3_centred": self_duality(weight=weight - weight.mean(dim=0), class_means=means).item(),
             "nc3_rotated": _duality_but_for_rotation(weight, means),
             **disagreement,
-            **_by_direction(moments[layers[-1]]),
+            **shares_by_direction(moments[layers[-1]]),
         }
         if epoch in (0, 4, epochs):
             directions = F.normalize(means - means.mean(dim=0), dim=1)
@@ -163,6 +160,13 @@ def _balanced(targets: Tensor, size: int) -> Tensor:
     return torch.cat([(targets == label).nonzero().flatten()[:each] for label in range(len(counts))])
 
 
+def decay_groups(network: nn.Module, weight_decay: float) -> list[dict]:
+    """Parameter groups for an optimizer that decays weights, and neither biases nor normalisation."""
+    decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+    free = [parameter for parameter in network.parameters() if parameter.ndim == 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+
+
 def _network(model: str, shape: torch.Size, num_classes: int, width: int) -> tuple[nn.Module, list[str], int]:
     """The network, its layers to be measured, the readout last, and the grid on which maps are averaged."""
     if model in ("mlp", "mlp-bn"):
@@ -195,7 +199,7 @@ def _disagreement(
     return wrong / len(inputs)
 
 
-def _by_direction(moments: Moments) -> dict[str, list[float]]:
+def shares_by_direction(moments: Moments) -> dict[str, list[float]]:
     """The principal directions of the class means: shares of their variance, and of NC1, which they add up to."""
     means = moments.class_means
     _, spread, directions = torch.linalg.svd(means - means.mean(dim=0), full_matrices=False)
