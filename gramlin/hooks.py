@@ -72,6 +72,23 @@ def check_layer(layer: nn.Module, name: str = "the layer") -> None:
         raise TypeError(f"{name} is {type(layer).__name__}; only nn.Linear and nn.Conv2d have a weight Gram matrix")
 
 
+def chosen_layers(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, nn.Module]:
+    """The named layers of a model, or all of its ``nn.Linear`` and ``nn.Conv2d``; errors as in ``record``."""
+    modules = dict(model.named_modules())
+    if layers is None:
+        layers = [name for name, module in modules.items() if isinstance(module, SUPPORTED_LAYERS)]
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer")
+    names = [layers] if isinstance(layers, str) else list(layers)
+    if not names:
+        raise ValueError("layers is empty; pass names of layers, or None for all")
+    for name in names:
+        if name not in modules:
+            raise ValueError(f"no layer {name!r} in the model; it has {', '.join(filter(None, modules))}")
+        check_layer(modules[name], f"layer {name!r}")
+    return {name: modules[name] for name in names}
+
+
 @dataclass
 class _Call:
     """One use of a layer. A layer used twice in a forward pass has two."""
@@ -143,19 +160,8 @@ def record(model: nn.Module, layers: str | Iterable[str] | None = None) -> Itera
             overwrote a recorded input.
         TypeError: a named layer is neither ``nn.Linear`` nor ``nn.Conv2d``.
     """
-    modules = dict(model.named_modules())
-    if layers is None:
-        layers = [name for name, module in modules.items() if isinstance(module, SUPPORTED_LAYERS)]
-        if not layers:
-            raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer to record")
-    layers = [layers] if isinstance(layers, str) else list(layers)
-    if not layers:
-        raise ValueError("layers is empty; pass names of layers, or None for all")
-    for name in layers:
-        if name not in modules:
-            raise ValueError(f"no layer {name!r} in the model; it has {', '.join(filter(None, modules))}")
-        check_layer(modules[name], f"layer {name!r}")
-    records = {name: LayerRecord(name, modules[name]) for name in layers}
+    modules = chosen_layers(model, layers)
+    records = {name: LayerRecord(name, layer) for name, layer in modules.items()}
     handles = []
     for each in records.values():
         handles.append(each.layer.register_forward_hook(_recorder(each._calls, handles), with_kwargs=True))

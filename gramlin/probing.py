@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gramlin.collapse import MEASURES, check_classes
-from gramlin.hooks import SUPPORTED_LAYERS, check_layer
+from gramlin.hooks import chosen_layers
 from gramlin.linearity import HeldOut, LinearFit, alignment_of, fit_of, linearity_of
 from gramlin.moments import Moments, target_matrix
 from gramlin.training import evaluating
@@ -178,7 +178,7 @@ def probe(
     chosen = _chosen_metrics(metrics)
     if positions not in POSITIONS:
         raise ValueError(f"positions is {positions!r}; pass one of {', '.join(map(repr, POSITIONS))}")
-    modules = _chosen_layers(model, layers)
+    modules = chosen_layers(model, layers)
     seen: dict[str, LayerSums] = {}
     views = dict.fromkeys(view for metric in chosen.values() for view in metric.views)
 
@@ -230,22 +230,6 @@ def _chosen_metrics(metrics: Iterable[str]) -> dict[str, LayerMetric]:
     if not names:
         raise ValueError(f"metrics is empty; pass some of {', '.join(METRICS)}")
     return {name: METRICS[name] for name in names}
-
-
-def _chosen_layers(model: nn.Module, layers: Iterable[str] | None) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    if layers is None:
-        layers = [name for name, module in modules.items() if isinstance(module, SUPPORTED_LAYERS)]
-        if not layers:
-            raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer to probe")
-    names = [layers] if isinstance(layers, str) else list(layers)
-    for name in names:
-        if name not in modules:
-            raise ValueError(f"no layer {name!r} in the model; it has {', '.join(filter(None, modules))}")
-        check_layer(modules[name], f"layer {name!r}")
-    if not names:
-        raise ValueError("layers is empty; pass names of layers, or None for all")
-    return {name: modules[name] for name in names}
 
 
 # ---- data ----
