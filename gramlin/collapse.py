@@ -368,7 +368,8 @@ MEASURES: dict[str, Callable[[Moments], Float[Tensor, ""]]] = {
 class NeuralCollapse(MomentsMetric):
     """``neural_collapse`` of data that come in batches, on one or several devices or processes.
 
-    Sums of each class are centred on the class's own mean, so that ``nc1`` keeps its digits at collapse. Memory is
+    Sums of each class are centred on the class's own mean, so that ``nc1`` keeps its digits at collapse (but for what
+    rounding leaves of variation outside the span of the means, if classes vary far more there than inside). Memory is
     O(d² + dK) whatever the number of samples; as long as there are no more samples than features, the rows are kept
     instead, which is less. A batch may lack classes, and may be of one sample; all data together may not lack any.
     ``forward`` returns the measures of its batch, which therefore needs all classes: call ``update`` for smaller ones.

@@ -156,8 +156,8 @@ def record(model: nn.Module, layers: str | Iterable[str] | None = None) -> Itera
         A dictionary from layer name to ``LayerRecord``, in the order of ``layers``.
 
     Raises:
-        ValueError: a name is not in the model, there is no layer to record, or a later in-place operation
-            overwrote a recorded input.
+        ValueError: a name is not in the model, ``layers`` is empty, there is no layer to record, or a later in-place
+            operation overwrote a recorded input.
         TypeError: a named layer is neither ``nn.Linear`` nor ``nn.Conv2d``.
     """
     modules = chosen_layers(model, layers)

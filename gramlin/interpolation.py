@@ -236,7 +236,7 @@ def active_units(model: VAE, images: Float[Tensor, "n *image"], threshold: float
     The others follow the prior whatever the image, and the decoder learns to ignore them.
 
     Raises:
-        ValueError: fewer than two images; as in ``VAE.encode``.
+        ValueError: fewer than two images; an encoder whose means are not finite; as in ``VAE.encode``.
 
     Source: Burda, Grosse and Salakhutdinov (2016).
 

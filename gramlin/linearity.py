@@ -292,6 +292,7 @@ class MomentsMetric(Metric):
     States are float64 whatever ``half()``, ``to(dtype)`` or ``set_dtype`` say: only devices are followed. The first
     batch sets the device. Batches, metrics (``merge_state``) and processes add up to what one pass over all the data
     gives, but for rounding. ``forward`` returns the value of the batch alone; a batch that is refused changes nothing.
+    torchmetrics' option ``compute_on_cpu`` is refused with a ``ValueError``.
     """
 
     is_differentiable = False

@@ -480,7 +480,7 @@ class Moments:
 
     @property
     def class_counts(self) -> Float[Tensor, " K"]:
-        """n_c, the samples of each class; only for classes."""
+        """n_c, the samples of each class; ``ValueError`` for real targets."""
         return self._by_class()[0]
 
     @property
@@ -491,7 +491,7 @@ class Moments:
 
     @property
     def class_means(self) -> Float[Tensor, "K d"]:
-        """μ_c, zero for a class without samples; only for classes."""
+        """μ_c, zero for a class without samples; ``ValueError`` for real targets."""
         return self._by_class()[1]
 
     def within_products(self, directions: Float[Tensor, "d r"]) -> Float[Tensor, "r r"]:

@@ -140,7 +140,8 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
         The rotated weight in ``after``'s dtype. Its Gram error is that of rounding it to this dtype.
 
     Raises:
-        ValueError: shapes or dtypes differ, or NaN or infinite entries.
+        ValueError: shapes, dtypes or devices differ; weights that are not real floating-point matrices, or hold NaN or
+            infinite entries.
 
     Example:
         >>> import torch
@@ -238,8 +239,8 @@ def whiten(
 
     Raises:
         TypeError: a parameter is complex, or (at the step) has a sparse gradient.
-        ValueError: ``keep`` is neither of the two; a given parameter is not in the optimizer, or has fewer than two
-            axes.
+        ValueError: ``keep`` is neither of the two; ``params`` is empty; a given parameter is not in the optimizer, or
+            has fewer than two axes.
         FloatingPointError: at the step, a weight with NaN or infinite entries (not looked for with a solver of one's
             own).
 

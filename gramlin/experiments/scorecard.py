@@ -328,7 +328,8 @@ def scorecard(store: ResultsStore, live: dict[str, bool]) -> pd.DataFrame:
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """The scorecard in a row a claim: how many sets of runs say what, what is decided first."""
-    order = ("reproduced", "holds", "not reproduced", "reversed", "does not hold", "undecided")
+    # The words of a claim that holds, of one that fails, and the rest.
+    order = [*(claim.holds for claim in CLAIMS), *(claim.fails for claim in CLAIMS), "undecided"]
     rows = []
     for (name, says), group in table.groupby(["claim", "says"], sort=False):
         counts = group["verdict"].value_counts(sort=False)
