@@ -361,7 +361,8 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
 
     Times, versions of tools and papermill's marks are left out, so that the file changes only when a result does.
 
-    Returns, raises: as ``execute``.
+    Returns, raises: as ``execute``; and ``BookError`` if a cell wrote on stderr (a warning, say), which no page is to
+    show. The source is then left as it was.
     """
     import nbformat
 
@@ -371,6 +372,9 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
     source, result = nbformat.read(chapter, as_version=4), nbformat.read(executed, as_version=4)
     for cell, ran in zip(source.cells, result.cells, strict=True):
         if cell.cell_type == "code":
+            for each in ran.outputs:
+                if each.get("name") == "stderr":
+                    raise BookError(f"{chapter.name}, cell {cell.id} wrote on stderr: {each.text.strip()}")
             cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
             for each in cell.outputs:
                 each.pop("transient", None)

@@ -238,6 +238,15 @@ def test_a_failed_execution_is_not_taken_for_done(small_book):
             book.build()
 
 
+def test_a_page_with_a_warning_is_not_kept(small_book):
+    chapter = small_book / "book" / "01_tiny.ipynb"
+    tiny_notebook(chapter, "import warnings\nwarnings.warn('an old way')")
+    before = chapter.read_bytes()
+    with pytest.raises(book.BookError, match=r"01_tiny.ipynb, cell \S+ wrote on stderr: .*an old way"):
+        book.refresh_outputs(chapter)
+    assert chapter.read_bytes() == before
+
+
 # ---- the committed notebooks ----
 
 
