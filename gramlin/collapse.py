@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from gramlin.checks import check_matrix, check_one_device
 from gramlin.linearity import Features, MomentsMetric, linearity_of
 from gramlin.moments import Moments, centred, to_float64
 
@@ -214,15 +215,14 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
         >>> round(self_duality(weight=-W, class_means=means).item(), 6)
         2.0
     """
-    _check_matrix("weight", weight)
+    check_matrix("weight", weight, "(K, d)")
     M = _centred_means(class_means)
     if weight.shape != M.shape:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, the class means {tuple(M.shape)}: both are (K, d) and must agree"
         )
     W = to_float64(weight)
-    if W.device != M.device:
-        raise ValueError(f"weight is on {weight.device}, the class means on {class_means.device}; move the weight")
+    check_one_device({"weight": weight, "class means": class_means})
     if not W.any():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is zero: it has no direction")
     return (W / W.norm() - M / M.norm()).norm()
@@ -290,7 +290,7 @@ def nearest_class_mean_disagreement(
         >>> nearest_class_mean_disagreement(H, torch.tensor([0, 1, 1, 1]), means).item()
         0.25
     """
-    _check_matrix("features", features)
+    check_matrix("features", features)
     _check_integers(predictions, "predictions")
     M = _centred_means(class_means)
     if features.shape[1] != M.shape[1] or predictions.shape != features.shape[:1]:
@@ -298,9 +298,7 @@ def nearest_class_mean_disagreement(
             f"features have shape {tuple(features.shape)}, predictions {tuple(predictions.shape)}, class means "
             f"{tuple(M.shape)}: expected (n, d), (n,) and (K, d)"
         )
-    devices = ["cpu" if each.is_mps else str(each.device) for each in (features, predictions, class_means)]
-    if len(set(devices)) > 1:
-        raise ValueError(f"features, predictions and class means are on {', '.join(devices)}; move them to one device")
+    check_one_device({"features": features, "predictions": predictions, "class means": class_means})
     if predictions.min() < 0 or predictions.max() >= len(M):
         raise ValueError(
             f"predictions go from {predictions.min()} to {predictions.max()}; pass classes from 0 to {len(M) - 1}"
@@ -319,7 +317,7 @@ def nearest_class_mean_disagreement(
 
 def _centred_means(class_means: ClassMeans) -> ClassMeans:
     """M: the class means in float64 less their mean."""
-    _check_matrix("class means", class_means)
+    check_matrix("class means", class_means, "(K, d)")
     if len(class_means) < 2:
         raise ValueError(f"class means have shape {tuple(class_means.shape)}; pass (K, d) with two classes or more")
     M = centred(class_means)
@@ -331,16 +329,6 @@ def _centred_means(class_means: ClassMeans) -> ClassMeans:
 def _pairs_of(matrix: Float[Tensor, "K K"]) -> Float[Tensor, " pairs"]:
     i, j = torch.triu_indices(*matrix.shape, offset=1, device=matrix.device)
     return matrix[i, j]
-
-
-def _check_matrix(name: str, matrix: Tensor) -> None:
-    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
-        kind = f"{matrix.dtype} tensor" if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise TypeError(f"{name}: got a {kind}; pass a floating-point torch.Tensor")
-    if matrix.ndim != 2 or 0 in matrix.shape:
-        raise ValueError(f"{name}: got shape {tuple(matrix.shape)}; pass a matrix with rows of d numbers")
-    if not matrix.isfinite().all():
-        raise ValueError(f"{name} of shape {tuple(matrix.shape)} have NaN or infinite entries")
 
 
 def _check_integers(classes: Tensor, name: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gramlin.checks import check_finite, check_floating, check_one_device
 from gramlin.hooks import LayerRecord, check_layer, weight_matrix
 from gramlin.moments import to_float64
 
@@ -397,14 +398,9 @@ class VirtualCovariance:
 
 def _check_numbers(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} is a {kind}; pass a floating-point torch.Tensor")
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)} has NaN or infinite entries")
-    devices = {str(tensor.device) for tensor in tensors.values()}
-    if len(devices) > 1:
-        raise ValueError(f"{', '.join(tensors)} are on several devices, {', '.join(sorted(devices))}; move them to one")
+        check_floating(name, tensor)
+        check_finite(name, tensor)
+    check_one_device(tensors)
 
 
 def _check_learning_rate(lr: float) -> None:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from gramlin.checks import check_matrix
 from gramlin.linearity import LinearFit
 from gramlin.models import MLP
 from gramlin.moments import Sums, centred, to_float64
@@ -423,7 +424,7 @@ def decodes_apart(decoder: Decoder, z0: Float[Tensor, "n d"], z1: Float[Tensor, 
 
 def _decoded_ends(decoder: Decoder, z0: Tensor, z1: Tensor) -> tuple[Float[Tensor, "n p"], Float[Tensor, "n p"]]:
     for name, z in (("z0", z0), ("z1", z1)):
-        _check_matrix(name, z, "(n, d), not empty; z[None] for one pair")
+        check_matrix(name, z, "(n, d); z[None] for one pair")
     if z0.shape != z1.shape:
         raise ValueError(f"z0 has shape {tuple(z0.shape)}, z1 {tuple(z1.shape)}: they must agree")
     return _decoded(decoder, z0), _decoded(decoder, z1)
@@ -501,7 +502,7 @@ def pca_ceiling(targets: Float[Tensor, "n K"], dimensions: int) -> Float[Tensor,
         0.8
     """
     _check_positive("dimensions", dimensions)
-    _check_matrix("targets", targets, "(n, K), not empty, e.g. images.flatten(1)")
+    check_matrix("targets", targets, "(n, K), e.g. images.flatten(1)")
     n, K = targets.shape
     if (targets == targets[0]).all():
         raise ValueError(f"the targets of all {n} samples are constant: there is no variance to explain; pass others")
@@ -515,15 +516,6 @@ def pca_ceiling(targets: Float[Tensor, "n K"], dimensions: int) -> Float[Tensor,
         gram = sums.products
     variances = torch.linalg.eigvalsh(gram, UPLO="U").clamp_min(0)
     return variances[-dimensions:].sum() / variances.sum()
-
-
-def _check_matrix(name: str, matrix: Tensor, expected: str) -> None:
-    if not matrix.is_floating_point():
-        raise TypeError(f"{name}: got {matrix.dtype}, pass a floating-point tensor")
-    if matrix.ndim != 2 or 0 in matrix.shape:
-        raise ValueError(f"{name}: got shape {tuple(matrix.shape)}, pass {expected}")
-    if not matrix.isfinite().all():
-        raise ValueError(f"{name}: {int((~matrix.isfinite()).sum())} NaN or infinite entries")
 
 
 def _check_positive(name: str, value: int, least: int = 1) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from gramlin.checks import check_finite, check_floating, check_one_device
 from gramlin.moments import ClassSums, Moments, Sums, centred, check_features, checked_targets, to_float64
 
 # Directions of the features whose variance is below this fraction of the largest are left out as rounding: float64 sums
@@ -535,17 +536,13 @@ def _centred_preactivations(
     features: Features, weight: Float[Tensor, "k d"], targets: Targets, num_classes: int | None
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n K"]]:
     Y = checked_targets(features, targets, num_classes)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        kind = f"{weight.dtype} tensor" if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"weight is a {kind}; pass a floating-point torch.Tensor")
+    check_floating("weight", weight)
     if weight.ndim != 2 or weight.shape[1] != features.shape[1]:
         raise ValueError(
             f"features have shape {tuple(features.shape)}, weight {tuple(weight.shape)}: expected (n, d) and (k, d)"
         )
-    if weight.device != features.device:
-        raise ValueError(f"features are on {features.device}, weight on {weight.device}; move them to one device")
-    if not weight.isfinite().all():
-        raise ValueError(f"weight of shape {tuple(weight.shape)} has NaN or infinite entries")
+    check_one_device({"features": features, "weight": weight})
+    check_finite("weight", weight)
     Y = centred(Y)
     _check_variation(Y.square().sum(dim=0), len(Y), not targets.is_floating_point())
     return centred(features) @ to_float64(weight).mT, Y

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from gramlin.checks import check_finite, check_floating, check_one_device
+
 # Rows are taken to float64 a chunk at a time: 4 MiB of them, and of wide rows 512, since each chunk passes over the
 # whole sum.
 _CHUNK_NUMBERS = 2**19
@@ -82,29 +84,19 @@ def checked_targets(
         raise ValueError(
             f"features have shape {tuple(features.shape)}, targets {tuple(targets.shape)}: the first axes must agree"
         )
-    if targets.device != features.device:
-        raise ValueError(f"features are on {features.device}, targets on {targets.device}; move them to one device")
-    _check_finite("features", features)
-    _check_finite("targets", matrix)
+    check_one_device({"features": features, "targets": targets})
+    check_finite("features", features)
+    check_finite("targets", matrix)
     return matrix
 
 
 def check_features(features: Float[Tensor, "n d"]) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless features are floating-point, (n, d) and not empty."""
-    if not isinstance(features, Tensor) or not features.is_floating_point():
-        kind = f"{features.dtype} tensor" if isinstance(features, Tensor) else type(features).__name__
-        raise TypeError(f"features are a {kind}; pass a floating-point torch.Tensor, e.g. features.float()")
+    check_floating("features", features, "e.g. features.float()")
     if features.ndim != 2 or features.shape[1] == 0:
         raise ValueError(f"features have shape {tuple(features.shape)}; pass (n, d), e.g. features.flatten(1)")
     if len(features) == 0:
         raise ValueError(f"the batch is empty: features have shape {tuple(features.shape)}; pass at least one sample")
-
-
-def _check_finite(name: str, matrix: Tensor) -> None:
-    low, high = matrix.aminmax()  # NaN if there is one
-    if not (low.isfinite() and high.isfinite()):
-        bad = int((~matrix.isfinite()).sum())
-        raise ValueError(f"{name} of shape {tuple(matrix.shape)} have {bad} NaN or infinite entries")
 
 
 def centred(rows: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:

@@ -23,6 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gramlin.checks import check_finite, check_floating
+
 __all__ = ["WhiteningHandle", "nearest_with_same_gram", "newton_schulz_polar", "polar_factor", "whiten"]
 
 # Scaled Newton–Schulz, on singular values in [LOWEST, 1]. A scale above SCALE_CAP (the limit is √3) would send
@@ -68,13 +70,13 @@ def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
         >>> polar_factor(M).round(decimals=6).tolist()
         [[0.6, -0.8], [0.8, 0.6]]
     """
-    _check_matrix(M)
+    _check_matrices(M)
     dtype = M.dtype if M.dtype in (torch.float32, torch.float64) else torch.float32
     if M.device.type == "cuda":
         R = _polar_by_products(M.detach().double())
         if R is not None:
             return R.to(dtype)
-    _check_finite(M, "M")
+    check_finite("M", M)
     # Devices other than CUDA may lack float64 or the SVD: the CPU has both.
     work = M.detach() if M.device.type == "cuda" else M.detach().cpu()
     # Scaled by its largest entry, so that neither 1e-200 nor 1e200 under- or overflows on the way.
@@ -106,7 +108,7 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
         >>> newton_schulz_polar(torch.tensor([1.0, 1e-6]).double().diag()).diagonal().round(decimals=4).tolist()
         [1.0, 0.0005]
     """
-    _check_matrix(M)
+    _check_matrices(M)
     X = M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
     # On the smaller side: X p(XᵀX) = p(XXᵀ) X.
     wide = M.shape[-2] < M.shape[-1]
@@ -167,8 +169,8 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
         turn = _small_rotation(before @ after.mT, before @ (after - before).mT)
         if turn is not None:
             return after + turn @ after
-    _check_finite(before, "the weight before the step")
-    _check_finite(after, "the weight after the step")
+    check_finite("the weight before the step", before)
+    check_finite("the weight after the step", after)
     B, A = before.double(), after.double()
     span = None
     if k > 2 * d:
@@ -379,14 +381,7 @@ def _float32_products_are_full() -> bool:
         return False
 
 
-def _check_matrix(M: Tensor) -> None:
-    if not M.is_floating_point():
-        raise TypeError(f"M has dtype {M.dtype}: expected a real floating-point matrix, e.g. M.double()")
+def _check_matrices(M: Tensor) -> None:
+    check_floating("M", M, "e.g. M.double()")
     if M.ndim < 2 or 0 in M.shape:
-        raise ValueError(f"M has shape {tuple(M.shape)}: expected (..., m, n) with no empty axis")
-
-
-def _check_finite(M: Tensor, name: str) -> None:
-    if not M.isfinite().all():
-        bad = int((~M.isfinite()).sum())
-        raise ValueError(f"{name} has {bad} NaN or infinite entries of {M.numel()} (shape {tuple(M.shape)})")
+        raise ValueError(f"M: got shape {tuple(M.shape)}; pass (..., m, n) with no empty axis")

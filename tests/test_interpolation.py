@@ -377,7 +377,7 @@ ERRORS = {
     "one latent": (
         lambda g: g.interpolation_gap(torch.sin, Z[0], Z[1]),
         ValueError,
-        r"shape \(3,\), .*z\[None\]",
+        r"shape \(3,\); .*z\[None\]",
     ),
     "unequal latents": (
         lambda g: g.interpolation_gap(torch.sin, Z, Z[:2]),
@@ -387,7 +387,7 @@ ERRORS = {
     "integer latents": (
         lambda g: g.interpolation_gap(torch.sin, Z.long(), Z),
         TypeError,
-        "z0: got torch.int64, pass",
+        "z0: got a torch.int64 tensor; pass",
     ),
     "NaN latents": (lambda g: g.interpolation_gap(torch.sin, Z, Z / 0), ValueError, "z1: 15 NaN or infinite entries"),
     "NaN decodings": (lambda g: g.interpolation_gap(torch.log, Z, -Z), ValueError, "decoder's images .* NaN or inf"),
@@ -412,9 +412,9 @@ ERRORS = {
     "targets' shape": (
         lambda g: g.pca_ceiling(X, 2),
         ValueError,
-        r"pass \(n, K\), not empty, e.g. images",
+        r"pass a non-empty \(n, K\), e.g. images",
     ),
-    "targets' kind": (lambda g: g.pca_ceiling(Z.long(), 2), TypeError, "targets: got torch.int64"),
+    "targets' kind": (lambda g: g.pca_ceiling(Z.long(), 2), TypeError, "targets: got a torch.int64"),
     "NaN targets": (lambda g: g.pca_ceiling(Z * torch.nan, 2), ValueError, "targets: 15 NaN or infinite entries"),
     "constant targets": (lambda g: g.pca_ceiling(Z * 0 + 0.1, 2), ValueError, "all 5 samples are constant"),
 }

@@ -588,7 +588,7 @@ ERRORS = {
         TypeError,
         "torch.int64 tensor; pass a floating-point",
     ),
-    "nan": (lambda g: g.target_linearity(H5 / 0, Y5), ValueError, "have 15 NaN or infinite entries"),
+    "nan": (lambda g: g.target_linearity(H5 / 0, Y5), ValueError, "features: 15 NaN or infinite entries"),
     "empty": (lambda g: g.target_linearity(H5[:0], Y5[:0]), ValueError, "batch is empty"),
     "devices": (lambda g: g.target_linearity(H5, Y5.to("meta")), ValueError, "move them to one device"),
     "one class": (lambda g: g.target_linearity(H5, C5 * 0 + 2), ValueError, "all 5 samples are of one class"),
@@ -636,14 +636,14 @@ ERRORS = {
     "weight kind": (
         lambda g: g.surrogate(H5, W5.long(), Y5),
         TypeError,
-        "weight is a torch.int64 tensor; pass a floating",
+        "weight: got a torch.int64 tensor; pass a floating",
     ),
     "weight width": (
         lambda g: g.surrogate(H5, W5.T, Y5),
         ValueError,
         r"\(5, 3\), weight \(3, 4\): expected \(n, d\) and \(k, d\)",
     ),
-    "weight nan": (lambda g: g.surrogate(H5, W5 / 0, Y5), ValueError, r"weight of shape \(4, 3\) has NaN or infinite"),
+    "weight nan": (lambda g: g.surrogate(H5, W5 / 0, Y5), ValueError, r"weight: 12 NaN or infinite .*, shape \(4, 3\)"),
     "weight device": (lambda g: g.surrogate(H5, W5.to("meta"), Y5), ValueError, "weight on meta; move them"),
     "surrogate constant": (lambda g: g.surrogate(H5, W5, Y5 * 0), ValueError, "all 5 samples are constant"),
     "alignment rounding": (

@@ -204,7 +204,7 @@ def test_sums_without_features_are_those_of_the_targets():
 H, Y, C = torch.ones(5, 3), torch.ones(5, 2), torch.arange(5)
 ERRORS = {
     "features are integers": (lambda m: m.update(H.long(), Y), TypeError, r"torch.int64 tensor; pass a floating-point"),
-    "features are a list": (lambda m: m.update([1.0], Y), TypeError, r"features are a list"),
+    "features are a list": (lambda m: m.update([1.0], Y), TypeError, r"features: got a list"),
     "features are a map": (
         lambda m: m.update(torch.ones(5, 2, 3), Y),
         ValueError,
@@ -214,11 +214,11 @@ ERRORS = {
     "no features": (lambda m: m.update(torch.ones(5, 0), Y), ValueError, r"shape \(5, 0\); pass \(n, d\)"),
     "empty batch": (lambda m: m.update(H[:0], Y[:0]), ValueError, r"batch is empty.*\(0, 3\).*at least one sample"),
     "lengths": (lambda m: m.update(H, Y[:4]), ValueError, r"\(5, 3\), targets \(4, 2\): the first axes must agree"),
-    "nan": (lambda m: m.update(H * torch.nan, Y), ValueError, r"features of shape \(5, 3\) have 15 NaN or infinite"),
+    "nan": (lambda m: m.update(H * torch.nan, Y), ValueError, r"features: 15 NaN or infinite .*, shape \(5, 3\)"),
     "inf": (
         lambda m: m.update(H, Y.index_fill(0, C[:1], -torch.inf)),
         ValueError,
-        r"targets .* have 2 NaN or infinite",
+        r"targets: 2 NaN or infinite",
     ),
     "devices": (lambda m: m.update(H, Y.to("meta")), ValueError, r"on cpu, targets on meta; move them to one device"),
     "targets are a list": (lambda m: m.update(H, [1] * 5), TypeError, r"targets are a list; pass a torch.Tensor"),

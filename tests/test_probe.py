@@ -371,7 +371,7 @@ ERRORS = {
     "no pairs": (dict(batches=[X]), TypeError, "a batch is a Tensor; pass batches of \\(inputs, targets\\)"),
     "no batches": (dict(batches=[]), ValueError, "there are no batches; pass at least one"),
     "list of targets": (dict(batches=[(X, [1] * 20)]), TypeError, "targets are a list; pass a torch.Tensor"),
-    "nan": (dict(batches=(X * torch.nan, Y)), ValueError, "layer 'linear1': features of shape .* NaN or infinite"),
+    "nan": (dict(batches=(X * torch.nan, Y)), ValueError, "layer 'linear1': features: 120 NaN or infinite"),
     "one class": (
         dict(batches=(X, Y * 0)),
         ValueError,

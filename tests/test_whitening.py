@@ -178,10 +178,10 @@ def test_polar_factor_ignores_autograd():
 @pytest.mark.parametrize(
     ("M", "kind", "words"),
     [
-        (torch.ones(3), ValueError, r"shape \(3,\): expected \(\.\.\., m, n\)"),
+        (torch.ones(3), ValueError, r"got shape \(3,\); pass \(\.\.\., m, n\)"),
         (torch.ones(0, 3), ValueError, r"shape \(0, 3\).*no empty axis"),
-        (torch.ones(2, 3, dtype=torch.int64), TypeError, r"dtype torch.int64: expected a real floating-point"),
-        (torch.ones(2, 3, dtype=torch.complex64), TypeError, r"dtype torch.complex64: expected a real"),
+        (torch.ones(2, 3, dtype=torch.int64), TypeError, r"M: got a torch.int64 tensor; pass a floating-point"),
+        (torch.ones(2, 3, dtype=torch.complex64), TypeError, r"got a torch.complex64 tensor; pass a floating"),
     ],
 )
 def test_errors_say_what_is_wrong_with_the_matrix(unchecked_whitening, solve, M, kind, words):
@@ -194,10 +194,10 @@ def test_errors_say_what_is_wrong_with_the_matrix(unchecked_whitening, solve, M,
 def test_nan_and_infinity_are_errors(device, bad):
     M = torch.ones(3, 4, device=device)
     M[1, 2] = bad
-    with pytest.raises(ValueError, match=r"1 NaN or infinite entries of 12 \(shape \(3, 4\)\)"):
+    with pytest.raises(ValueError, match=r"M: 1 NaN or infinite entries of 12, shape \(3, 4\)"):
         polar_factor(M)
     assert whitening._polar_by_products(M.double()) is None
-    with pytest.raises(ValueError, match="the weight after the step has 1 NaN"):
+    with pytest.raises(ValueError, match="the weight after the step: 1 NaN"):
         nearest_with_same_gram(before=torch.ones(3, 4), after=M.cpu())
 
 
@@ -848,7 +848,7 @@ def test_complex_weights_sparse_gradients_and_divergence_are_errors():
     optimizer = torch.optim.SGD([p], lr=0.1)
     whiten(optimizer)
     p.grad = torch.full((2, 3), math.nan)
-    words = r"after the step has 6 NaN or infinite entries of 6 \(shape \(2, 3\)\): lower the learning rate"
+    words = r"after the step: 6 NaN or infinite entries of 6, shape \(2, 3\): lower the learning rate"
     with pytest.raises(FloatingPointError, match=words):
         optimizer.step()
 
