@@ -255,7 +255,7 @@ def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
     if dataset in ("cifar10", "cifar10-jpeg"):
         cnn = {**base, "model": "cnn", "width": 32, "train_size": 10_000, "lr": 0.02}
         resnet = {**base, "model": "resnet18", "width": 64, "lr": 0.05}
-        return [{**each, "weight_decay": 5e-4, "seed": seeds[0]} for each in (cnn, resnet)]
+        return [{**each, "weight_decay": 5e-4, "seed": seed} for seed in seeds for each in (cnn, resnet)]
     mlp = {**base, "width": 256, "lr": 0.05}
     kinds = [("mlp", 5e-4), ("mlp-bn", 5e-4), ("mlp", 0.0)]
     return [{**mlp, "model": model, "weight_decay": decay, "seed": seed} for seed in seeds for model, decay in kinds]
