@@ -346,7 +346,7 @@ def _with_palette(png: str) -> str:
     written = io.BytesIO()
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:
         dpi = image.info.get("dpi", (96, 96))
-        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        image.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
             written, "PNG", optimize=True, dpi=dpi
         )
     return base64.b64encode(written.getvalue()).decode("ascii")

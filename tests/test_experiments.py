@@ -712,7 +712,7 @@ def test_tables_of_collapse():
     )
     table = collapse_table(runs).loc["digits, MLP, λ = 0.0005"]
     assert table.loc["h1", "TL"] == "0.9200 ± 0.0283"
-    assert table.loc["h1", "bound"] == "1.00"  # (1 − 0.9)(0.9 + 0.1)/0.1
+    assert table.loc["h1", "1 − TL over its bound"] == "1.00"  # (1 − 0.9)(0.9 + 0.1)/0.1
     assert table.loc["h1", "90% by epoch"] == "2"
     assert table.loc["pixels", "90% by epoch"] == "–"
     assert bound_violations(runs) == 0

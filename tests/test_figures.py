@@ -11,6 +11,9 @@ from gramlin import figures
 x = np.linspace(0.1, 1, 5)
 roll = np.random.default_rng(0).normal(size=(20, 2))
 run = {"epoch": [1, 2], "rho_virtual": [1.0, 0.9], "rho_agop": [0.5, 0.6], "rho_agop_sqrt": [0.4, 0.5]}
+# By data set and network: epochs, and of two runs NC1 and 1 − TL.
+COURSES = np.array([[9, 1.6, 0.8, 0.4], [9, 0.4, 0.2, 0.1]]), np.array([[1, 0.2, 0.1, 0.05]] * 2)
+PATHS = {"digits": {"MLP": (np.arange(4), *COURSES)}}
 FIGURES = {
     "one step": lambda: figures.plot_one_step(x, x, x**2, x**2),
     "fixed time": lambda: figures.plot_fixed_time(x, x),
@@ -37,7 +40,7 @@ FIGURES = {
     "measures": lambda: figures.plot_measures(
         {"one": {"NC1": (x, [x, x]), "1 − TL": (x, [x])}, "b": {"NC1": (x, [x])}}
     ),
-    "bound": lambda: figures.plot_bound({"pixels": (x, x / 3), "h1": (x / 2, x / 4)}, 0.9),
+    "bound": lambda: figures.plot_bound({"pixels": (x, x / 3), "h1": (x / 2, x / 4)}, PATHS, 0.9, mark=2.0),
     "features in the plane": lambda: figures.plot_features_in_the_plane(
         {"start": (roll[:4], np.eye(2)), "end": (roll[4:8], np.eye(2))}, [0, 1, 0, 1], ["cat", "dog"]
     ),
@@ -77,15 +80,28 @@ def test_the_ellipse_of_a_gram_matrix_has_its_axes():
 def test_cosines_of_class_means_are_on_one_scale():
     figure = figures.plot_class_means({"start": np.eye(4), "end": -np.eye(4)})
     images = [axes.get_images()[0] for axes in figure.axes if axes.get_images()]
-    assert {image.get_clim() for image in images} == {(-1, 1)}
+    assert {image.get_clim() for image in images} == {(-1 / 3 - 0.5, -1 / 3 + 0.5)}
+    white = images[0].to_rgba(np.array([[-1 / 3]]), norm=True)  # a simplex
+    assert (white[0, 0, :3] > 0.95).all()
     assert [axes.get_xlabel() for axes in figure.axes[:2]] == ["class", "class"]
     mpl.pyplot.close(figure)
 
 
 def test_the_bound_is_above_what_it_bounds():
-    figure = figures.plot_bound({"h1": (np.array([0.5]), np.array([0.1]))}, 0.9)
-    curve = next(line for line in figure.axes[0].get_lines() if line.get_label() == "bound")
-    assert np.interp(0.5, *curve.get_data()) == pytest.approx(0.5 / 1.4, rel=1e-2)
+    figure = figures.plot_bound({"h1": (np.array([0.5]), np.array([0.1]))}, PATHS, 0.9, mark=2.0)
+    for axes in figure.axes:
+        curve = next(line for line in axes.get_lines() if line.get_label() == "bound")
+        assert np.interp(0.5, *curve.get_data()) == pytest.approx(0.5 / 1.4, rel=1e-2)
+    mpl.pyplot.close(figure)
+
+
+def test_a_path_leaves_out_the_start_and_marks_the_last_moment_before_the_drop_and_the_end():
+    figure = figures.plot_bound({"h1": (np.array([0.5]), np.array([0.1]))}, PATHS, 0.9, mark=2.0)
+    lines = {line.get_label(): line.get_xydata() for line in figure.axes[1].get_lines()}
+    path = lines["MLP"]
+    assert path == pytest.approx(np.array([[0.8, 0.2], [0.4, 0.1], [0.2, 0.05]]))  # geometric means over two runs
+    assert lines["_ring"] == pytest.approx(path[[0]])
+    assert lines["_end"] == pytest.approx(path[[2]])
     mpl.pyplot.close(figure)
 
 

@@ -42,6 +42,7 @@ from gramlin.experiments.chapter4 import (
     direction_table,
     measure_collapse,
     readout_panels,
+    readout_paths,
     readout_table,
     rest_table,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "measure_whitening",
     "paired_interval",
     "readout_panels",
+    "readout_paths",
     "readout_table",
     "rest_table",
     "run_once",
