@@ -168,8 +168,8 @@ def exceeds(interval: tuple[float, float], bound: float = 0.0) -> bool | str:
 
 
 def opposite(verdict: bool | str | None) -> bool | str | None:
-    """True for False and False for True; what is not decided stays so."""
-    return verdict if verdict in (None, UNDECIDED) else not verdict
+    """True for a no (also in words, such as "reversed") and False for a yes; what is not decided stays so."""
+    return False if verdict in _YES else True if verdict in _NO else verdict
 
 
 def _injected_names() -> list[str]:
@@ -391,8 +391,8 @@ def build(
     package, the stored runs or the parameters have changed.
 
     Args:
-        profile: parameter of the chapters.
-        device: parameter of the chapters.
+        profile: parameter of the chapters; a page that has none is executed as it is.
+        device: likewise.
         strict: whether a warning of the renderer is an error.
         progress: as in ``execute``.
 
@@ -404,10 +404,11 @@ def build(
     """
     sources = notebooks()
     root = repository()
-    parameters = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
-    check_parameters(**parameters)
+    asked = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
+    check_parameters(**asked)
     executed = []
     for chapter in sources:
+        parameters = asked if chapter in chapters() else {}
         output = root / "_build" / "executed" / chapter.name
         key_file, key = output.with_suffix(".key"), _key(root, chapter, parameters)
         if not (output.exists() and key_file.exists() and key_file.read_text() == key):

@@ -119,12 +119,13 @@ def test_an_interval_that_holds_the_bound_does_not_decide():
     assert book.exceeds((0.1, 2.0)) is True
     assert book.exceeds((-3.0, -2.0), -1.0) is False
     assert book.exceeds((-3.0, 0.0), -1.0) is book.UNDECIDED
-    assert [book.opposite(each) for each in (True, False, None, book.UNDECIDED)] == [
-        False,
-        True,
-        None,
-        book.UNDECIDED,
-    ]
+
+
+def test_the_opposite_of_what_is_not_decided_is_not_decided():
+    assert [book.opposite(each) for each in (True, "holds", "reproduced")] == [False] * 3
+    assert [book.opposite(each) for each in (False, "reversed", "not reproduced")] == [True] * 3
+    for open_still in (None, book.UNDECIDED, "not decided by one seed"):
+        assert book.opposite(open_still) == open_still
 
 
 def test_a_chapter_runs_with_parameters_into_another_file(tmp_path):
@@ -213,6 +214,15 @@ def test_a_build_executes_what_changed_and_nothing_else(small_book):
     tiny_notebook(small_book / "book" / "01_tiny.ipynb", "print(word * 2)")
     assert book.build()[1] == ["01_tiny"]
     assert book.build(profile="paper")[1] == ["01_tiny"]
+
+
+def test_a_page_without_parameters_is_built_in_any_profile(small_book):
+    page = small_book / "book" / "guide.ipynb"
+    tiny_notebook(page, "print(1)")
+    notebook = nbformat.read(page, as_version=4)
+    notebook.cells = notebook.cells[1:]
+    nbformat.write(notebook, page)
+    assert book.build(profile="paper")[1] == ["01_tiny", "guide"]
 
 
 def test_a_build_leaves_the_sources_alone(small_book):

@@ -68,6 +68,7 @@ from gramlin.experiments import (
     linearity_verdicts,
     paired_interval,
     readout_panels,
+    readout_paths,
     readout_table,
     rest_table,
     run_once,
@@ -477,10 +478,12 @@ def test_laws_of_growth_are_told_apart():
     assert row["R² exp, run"] < 0.6
     assert row["R² log"] == pytest.approx(1)
     assert row["R² power"] < 1 - 1e-4
+    assert row["R² line"] == pytest.approx(np.corrcoef(epochs[10:], linearity[10:])[0, 1] ** 2)
     assert table.loc["linear1", "R² exp, run"] == pytest.approx(1)
-    assert growth_verdicts([run])["C6"].tolist() == ["reproduced"]
+    assert growth_verdicts([run, run])["C6"].tolist() == ["reproduced"]
+    assert growth_verdicts([run])["C6"].tolist() == ["not decided by one seed"]
     run.metrics["layers"]["linear2"]["tl"] = np.where(rises, 0.3, 0.3 + 4e-9 * epochs**4).tolist()
-    assert growth_verdicts([run])["C6"].tolist() == ["not reproduced"]
+    assert growth_verdicts([run, run])["C6"].tolist() == ["not reproduced"]
     assert np.isnan(table.loc["linear1", "R² log"])
 
 
@@ -696,10 +699,12 @@ def collapsed(courses: list[dict], **changes) -> list[Run]:
 def test_the_verdict_on_collapse_follows_its_rule():
     together = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.5, 0.1, 0.01]}
     row = collapse_verdicts(collapsed([together, together])).loc["digits, MLP, λ = 0.0005"]
-    assert row.tolist() == [2, "1.00", "1.00", "0.9900", "0.0033", "1.00", "reproduced"]
+    assert row.tolist() == [2, "1.00", "1.00", "0.9900", "0.0033", "–", "1.00", "reproduced"]  # ends before the drop
     apart = {"tl": [0.4, 0.9, 0.95, 0.99], "nc1": [3.0, 0.1, 0.2, 0.25]}
     row = collapse_verdicts(collapsed([together, apart])).iloc[0]
     assert (row["C7"], row["NC1, end/least"]) == ("not reproduced", "2.50")  # of the worse seed
+    row = collapse_verdicts(collapsed([together, apart], epochs=6)).iloc[0]  # the rate drops after epoch 2
+    assert (row["over time"], row["from the drop"]) == ("-1.00", "-1.00")
     assert collapse_verdicts(collapsed([together]))["C7"].tolist() == ["not decided by one seed"]
     assert collapse_verdicts(collapsed([apart]))["C7"].tolist() == ["not reproduced"]  # one seed is enough to fail
     early = {"tl": [0.4, 0.6, 0.7, 0.9], "nc1": [3.0, 0.5, 0.1, 0.01]}
@@ -727,6 +732,12 @@ def test_tables_of_collapse():
     assert table.loc["h1", "NC1, end/least"] == "1.00"
     readout = readout_table(runs).loc["digits, MLP, λ = 0.0005"]
     assert readout["train accuracy"] == "0.00 ± 0.00"
+    assert readout["last training error, epoch"] == "2"
+    runs[0].metrics["train_accuracy"] = [0.5, 1.0, 1.0]
+    assert readout_table(runs)["last training error, epoch"].tolist() == ["0–2"]
+    epochs, nc1, nonlinear = readout_paths(runs)["digits"]["MLP, λ = 0.0005"]
+    assert (epochs.tolist(), nc1[1].tolist()) == ([0, 1, 2], [2.0, 0.4, 0.1])
+    assert nonlinear[1].round(2).tolist() == [0.5, 0.2, 0.06]
     # g = 0.9, two directions with 0.01 or 0.02, and 0.2: 0.9/1.11 or 0.9/1.12; the mean of 0.45/0.46 or 0.45/0.47
     # and 0.45/0.65.
     assert readout["TL at least, by NC1"] == "0.8072 ± 0.0051"
@@ -986,7 +997,7 @@ def test_costs_are_those_of_the_stored_runs(tmp_path):
     assert table.loc[2, "paper, CPU: hours in all"] == "0.2"
     assert table.loc[3, columns].tolist() == ["–"] * 4
     assert table.loc[5, "paper: runs on mnist, 3 seeds"] == 18
-    assert table.loc[4, "paper: runs on cifar10, 3 seeds"] == 2
+    assert table.loc[4, "paper: runs on cifar10, 3 seeds"] == 6
     assert len(costs.cost_settings()) == 5
 
 

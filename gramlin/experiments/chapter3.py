@@ -280,7 +280,8 @@ def growth_table(runs: Sequence[Run]) -> pd.DataFrame:
     and at its largest; and R² of ln S over time, which is 1 for exponential growth. Then the same R² for the whole run.
     Of the time after the rise, for Target Linearity of the features which enter the layer: the share of its change
     over the whole run that is still to come; R² over ln t, which is 1 for logarithmic growth, t counting from the start
-    of training; and R² of ln(1 − TL) over ln t, 1 for a power law. The input's is constant, so it has none of these.
+    of training; R² of ln(1 − TL) over ln t, 1 for a power law; and R² over t, which tells how much a high one over ln t
+    says: over a short stretch ln t is nearly straight. The input's is constant, so it has none of these.
     """
     rows = {}
     for title, group in _groups(runs).items():
@@ -295,11 +296,13 @@ def growth_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
     """Chapter 3's claim C6, a row a group: "reproduced" if in every layer both laws fit with an R² of at least 0.9.
 
     The exponential law in the rise of the surrogate, and the logarithmic one for Target Linearity after it: the least
-    R² over layers of each, as in ``growth_table``.
+    R² over layers of each, as in ``growth_table``. They are means over seeds: of one seed, "not decided by one seed".
     """
     columns = ["R² exp, rise", "R² log"]
     least = growth_table(runs).groupby(level="runs", sort=False)[columns].min().add_prefix("least ")
     least["C6"] = np.where((least >= 0.9).all(axis=1), "reproduced", "not reproduced")
+    alone = [title for title, group in _groups(runs).items() if len(group) < 2]
+    least.loc[alone, "C6"] = "not decided by one seed"
     return least
 
 
@@ -313,6 +316,7 @@ _LAWS = [
     "TL still to come",
     "R² log",
     "R² power",
+    "R² line",
 ]
 
 
@@ -334,6 +338,7 @@ def _laws(run: Run, name: str) -> list[float]:
         (linearity[-1] - linearity[cut]) / (linearity[-1] - linearity[0]) if varies else np.nan,
         _r_squared(np.log(epochs[after]), linearity[after]) if varies else np.nan,
         _r_squared(np.log(epochs[after]), np.log1p(-linearity[after])) if varies else np.nan,
+        _r_squared(epochs[after], linearity[after]) if varies else np.nan,
     ]
 
 

@@ -417,8 +417,9 @@ def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def _last_error(metrics: dict) -> int:
-    """The last epoch at which accuracy was measured and was not 1 on the training data."""
-    return max((epoch for epoch, share in zip(metrics["epoch"], metrics["train_accuracy"], strict=True) if share < 1))
+    """The last epoch at which accuracy on the training data was measured and was not 1; 0 if there is none."""
+    shares = zip(metrics["epoch"], metrics["train_accuracy"], strict=True)
+    return max((epoch for epoch, share in shares if share < 1), default=0)
 
 
 def _range(values: Sequence[int]) -> str:
@@ -489,7 +490,7 @@ def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
             _rank_correlation(*([layer[key][-1] for layer in each] for key in ("tl", "nc1"))) for each in layers
         )
         drop = np.searchsorted(group[0].metrics["epoch"], group[0].settings["epochs"] / 3) - 1
-        late = min(_rank_correlation(each[-1]["tl"][drop:], each[-1]["nc1"][drop:]) for each in layers)
+        late = [(each[-1]["tl"][drop:], each[-1]["nc1"][drop:]) for each in layers]
         linearity = min(each[-1]["tl"][-1] for each in layers)
         fall = max(each[-1]["nc1"][-1] / each[-1]["nc1"][0] for each in layers)
         turned = max(each[-1]["nc1"][-1] / min(each[-1]["nc1"]) for each in layers)
@@ -500,7 +501,7 @@ def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
             "over layers": f"{over_layers:.2f}",
             "TL": f"{linearity:.4f}",
             "NC1 fell to": f"{fall:.2g}",
-            "from the drop": f"{late:.2f}",
+            "from the drop": f"{min(_rank_correlation(*each) for each in late):.2f}" if len(late[0][0]) > 2 else "–",
             "NC1, end/least": f"{turned:.2f}",
             "C7": "not reproduced" if not holds else "reproduced" if len(group) > 1 else "not decided by one seed",
         }
