@@ -356,12 +356,16 @@ def _colors_in_order(names: Sequence[str], colormap: str = DEPTH_MAP) -> dict[st
     return {name: tuple(shade) for name, shade in zip(names, shades, strict=True)}
 
 
-def _grid(panels: int) -> tuple[Figure, np.ndarray]:
-    """Axes for so many panels, three in a row unless one, two or four; the vertical scale is shared in a row."""
+def _grid(panels: int, *, share: bool = False) -> tuple[Figure, np.ndarray]:
+    """Axes for so many panels, three in a row unless one, two or four; with ``share``, one vertical scale a row."""
     columns, width, height = (min(2, panels), 3.5, 2.7) if panels in (1, 2, 4) else (3, 2.6, 2.2)
     rows = -(-panels // columns)
     figure, grid = plt.subplots(
-        rows, columns, figsize=(width * columns + 0.4, height * rows + 0.6), squeeze=False, sharey="row"
+        rows,
+        columns,
+        figsize=(width * columns + 0.4, height * rows + 0.6),
+        squeeze=False,
+        sharey="row" if share else False,
     )
     for axes in grid.flat[panels:]:
         axes.set_visible(False)
@@ -414,7 +418,8 @@ def plot_layers_over_training(
 ) -> Figure:
     """Draw a measure of every layer over epochs, mean ± 2 sd over runs: a panel a title, a colour a layer.
 
-    On a logarithmic axis mean and sd are those of the logarithm, and epoch 0 has no place.
+    On a logarithmic axis mean and sd are those of the logarithm, and epoch 0 has no place. Panels in a row share the
+    vertical axis if it is logarithmic.
 
     Args:
         panels: by title, by layer from the input on: the epochs, and a row of values a run.
@@ -425,7 +430,7 @@ def plot_layers_over_training(
         marks: epochs to be marked by dotted lines.
         colormap: from the first layer to the last.
     """
-    figure, grid = _grid(len(panels))
+    figure, grid = _grid(len(panels), share=log_values)
     labels: dict = {}
     # A panel that lacks some of the lines keeps the colours of the fullest.
     fullest = max(panels.values(), key=len, default={})
@@ -451,15 +456,18 @@ def plot_layers_over_training(
     return figure
 
 
-def plot_depth_profiles(panels: dict[str, dict[str, ArrayLike]], layers: Sequence[str], *, ylabel: str) -> Figure:
+def plot_depth_profiles(
+    panels: dict[str, dict[str, ArrayLike]], layers: Sequence[str], *, ylabel: str, share: bool = False
+) -> Figure:
     """Draw a measure over depth at several moments of training, mean ± 2 sd over runs: a panel a title.
 
     Args:
         panels: by title, by moment, a row of values (one a layer) a run.
         layers: names on the horizontal axis, from the input on.
         ylabel: what is drawn.
+        share: whether panels in a row have one vertical scale.
     """
-    figure, grid = _grid(len(panels))
+    figure, grid = _grid(len(panels), share=share)
     for axes, (title, moments) in zip(grid.flat, panels.items(), strict=False):
         shades = plt.get_cmap("Greys")(np.linspace(0.35, 1, len(moments)))
         for shade, (moment, rows) in zip(shades, moments.items(), strict=True):
@@ -504,7 +512,7 @@ def plot_measures(
         marks: epochs to be marked by dotted lines.
         floor: where a vertical axis ends at the latest; lines leave the panel there.
     """
-    figure, grid = _grid(len(panels))
+    figure, grid = _grid(len(panels), share=True)
     for axes, (title, measures) in zip(grid.flat, panels.items(), strict=False):
         for name, (epochs, rows) in measures.items():
             _mean_and_spread(axes, *_after_the_start(epochs, rows), COLORS[name], name, marker="", log=True)
