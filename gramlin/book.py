@@ -406,9 +406,9 @@ def build(
     root = repository()
     asked = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
     check_parameters(**asked)
-    executed = []
+    with_parameters, executed = chapters(), []
     for chapter in sources:
-        parameters = asked if chapter in chapters() else {}
+        parameters = asked if chapter in with_parameters else {}
         output = root / "_build" / "executed" / chapter.name
         key_file, key = output.with_suffix(".key"), _key(root, chapter, parameters)
         if not (output.exists() and key_file.exists() and key_file.read_text() == key):

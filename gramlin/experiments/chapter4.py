@@ -374,7 +374,8 @@ def readout_paths(runs: Sequence[Run]) -> dict[str, dict[str, tuple[np.ndarray, 
     """
     paths: dict = {}
     for title, group in _groups(runs).items():
-        dataset, network = title.split(", ", 1)
+        dataset = group[0].settings["dataset"]
+        network = title.removeprefix(f"{dataset}, ")
         top = [list(run.metrics["layers"].values())[-1] for run in group]
         nc1, nonlinear = np.array([each["nc1"] for each in top]), 1 - np.array([each["tl"] for each in top])
         paths.setdefault(dataset, {})[network] = (np.array(group[0].metrics["epoch"]), nc1, nonlinear)
@@ -489,7 +490,7 @@ def collapse_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
         over_layers = min(
             _rank_correlation(*([layer[key][-1] for layer in each] for key in ("tl", "nc1"))) for each in layers
         )
-        drop = np.searchsorted(group[0].metrics["epoch"], group[0].settings["epochs"] / 3) - 1
+        drop = np.searchsorted(group[0].metrics["epoch"], _MILESTONES[0] * group[0].settings["epochs"]) - 1
         late = [(each[-1]["tl"][drop:], each[-1]["nc1"][drop:]) for each in layers]
         linearity = min(each[-1]["tl"][-1] for each in layers)
         fall = max(each[-1]["nc1"][-1] / each[-1]["nc1"][0] for each in layers)
