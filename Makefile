@@ -21,7 +21,7 @@ outputs: .venv/installed
 	for chapter in book/*.ipynb; do $(BIN)/gramlin run "$$chapter" --in-place || exit 1; done
 
 benchmarks: .venv/installed
-	$(BIN)/python -m pytest benchmarks
+	$(BIN)/python -m pytest -o addopts="" benchmarks  # without the checks of shapes, which take time
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

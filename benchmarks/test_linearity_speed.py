@@ -16,22 +16,31 @@ import torch
 from torch import nn
 from torchvision.models import resnet18
 
-from gramlin import TargetLinearity, normalized_surrogate, probe, surrogate, target_linearity
+from gramlin import (
+    NeuralCollapse,
+    TargetLinearity,
+    neural_collapse,
+    normalized_surrogate,
+    probe,
+    surrogate,
+    target_linearity,
+)
 from gramlin.models import CNN, MLP
 
 ROUNDS = 7
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
-N, D, K = 50_000, 256, 10
+N, D, K, MANY = 50_000, 256, 10, 1000
 
 
-def features(n=N, d=D, dtype=torch.float32):
+def features(n=N, d=D, dtype=torch.float32, classes=K):
     g = torch.Generator().manual_seed(0)
     H = torch.randn(n, d, generator=g, dtype=dtype)
-    return H, (H[:, :K] + torch.randn(n, K, generator=g)).argmax(dim=1)
+    y = torch.cat([(H[part] @ torch.randn(d, classes, generator=g).to(dtype)).argmax(dim=1) for part in
+                   torch.arange(n - classes).split(4096)])  # fmt: skip
+    return H, torch.cat([y, torch.arange(classes)])  # no class is without samples
 
 
-def streamed(H, y, batch):
-    metric = TargetLinearity()
+def streamed(metric, H, y, batch):
     for part in zip(H.split(batch), y.split(batch), strict=True):
         metric.update(*part)
     return metric.compute()
@@ -77,22 +86,29 @@ def double_product(H, y):
 
 
 LINEARITY = {
+    "HᵀH in float64": double_product,  # first: every sum of a measure is in float64
     "HᵀH": lambda H, y: H.mT @ H,
-    "HᵀH in float64": double_product,
     "target_linearity": target_linearity,
-    "TargetLinearity, 4096": lambda H, y: streamed(H, y, 4096),
-    "TargetLinearity, 512": lambda H, y: streamed(H, y, 512),
-    "TargetLinearity, 64": lambda H, y: streamed(H, y, 64),
+    "TargetLinearity, 4096": lambda H, y: streamed(TargetLinearity(), H, y, 4096),
+    "TargetLinearity, 512": lambda H, y: streamed(TargetLinearity(), H, y, 512),
+    "TargetLinearity, 64": lambda H, y: streamed(TargetLinearity(), H, y, 64),
+    "neural_collapse": neural_collapse,
+    "NeuralCollapse, 4096": lambda H, y: streamed(NeuralCollapse(int(y.max()) + 1), H, y, 4096),
+    "probe, tl_in": lambda H, y: probe(nn.Linear(D, 1), H, y, metrics=["tl_in"], batch_size=4096),
 }
 
 
 @LINUX
-def test_linearity_beside_one_product_of_its_features(capsys):
-    H, y = features()
-    calls = {name: partial(f, H, y) for name, f in LINEARITY.items()}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("classes", [K, MANY])
+def test_linearity_beside_one_product_of_its_features(classes, dtype, capsys):
+    H, y = features(dtype=dtype, classes=classes)
+    calls = {
+        name: partial(f, H, y) for name, f in LINEARITY.items() if not (dtype == torch.float64 and "probe" in name)
+    }
     times, memory = fastest(calls), {name: peak_megabytes(call) for name, call in calls.items()}
     with capsys.disabled():
-        table(f"Target Linearity, n = {N:,}, d = {D}, K = {K}, float32", times, memory)
+        table(f"Target Linearity, n = {N:,}, d = {D}, K = {classes}, {dtype}", times, memory)
 
 
 def by_pairs_of_samples(H, W, y):

@@ -15,9 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from gramlin.catalogue import check_name, image_set_names
+from gramlin.results import LEFT_OUT, ResultsStore, write_atomically
 
 PROFILES = ("quick", "paper")
 PARAMETERS = ("profile", "dataset", "device", "seeds", "results_dir")
@@ -61,10 +63,8 @@ class Parameters:
         return self.profile == "paper"
 
     @property
-    def store(self):
-        """The ``ResultsStore`` in ``results_dir``."""
-        from gramlin.results import ResultsStore
-
+    def store(self) -> ResultsStore:
+        """The store in ``results_dir``."""
         return ResultsStore(self.results_dir)
 
 
@@ -85,7 +85,8 @@ def check_parameters(
             ``fashion-mnist-mini`` for the quick profile and ``cifar10`` for the paper's.
         device: "auto" (cuda, else cpu), "cpu", "cuda" or "cuda:N".
         seeds: a list of different integers, or a string such as "0, 1, 2".
-        results_dir: a folder; "auto" is ``results/`` of the repository, and without one the user's data folder.
+        results_dir: a folder; "auto" is ``results/`` of the repository, and without one the user's data folder. For
+            the paper profile it may be new, and a line says so.
         classes: a chapter's parameters of its own, each the number of a class from 0 to 9, or the digit as a string.
 
     Raises:
@@ -103,18 +104,50 @@ def check_parameters(
         raise ValueError(f"profile is {profile!r}; pass one of {', '.join(map(repr, PROFILES))}")
     if dataset == "auto":
         dataset = "cifar10" if profile == "paper" else "fashion-mnist-mini"
-    elif not str(dataset).startswith("folder:"):
+    elif isinstance(dataset, str) and dataset.startswith("folder:"):
+        _check_image_folder(dataset)
+    else:
         check_name(dataset, image_set_names())
     if not isinstance(device, str) or not _DEVICE.fullmatch(device):
         raise ValueError(f"device is {device!r}; pass 'auto', 'cpu', 'cuda' or 'cuda:N'")
     checked_seeds = _checked_seeds(seeds)
-    if not isinstance(results_dir, str | os.PathLike) or not str(results_dir):
-        raise ValueError(f"results_dir is {results_dir!r}; pass the path of a folder, or 'auto'")
-    directory = _default_results_directory() if results_dir == "auto" else Path(results_dir).expanduser()
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"results_dir is {str(results_dir)!r}, which is a file; pass the path of a folder, or 'auto'")
+    directory = results_directory(results_dir, may_be_new=profile == "paper")
     numbers = tuple(int(value) for value in classes.values())
     return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory, numbers)
+
+
+def results_directory(results_dir: str | os.PathLike = "auto", *, may_be_new: bool = False) -> Path:
+    """The folder of finished runs that a parameter means; "auto" as in ``check_parameters``.
+
+    Args:
+        results_dir: a path, or "auto", whose folder is made when the first run is saved.
+        may_be_new: whether a path may be of a folder to be made, in one that is there; a line is printed then, since a
+            misspelt path looks just like it.
+
+    Raises:
+        ValueError: there is no such folder, it is a file, or it cannot be looked at.
+    """
+    advice = "pass the path of a folder, or 'auto'"
+    if not isinstance(results_dir, str | os.PathLike) or not str(results_dir):
+        raise ValueError(f"results_dir is {results_dir!r}; {advice}")
+    if results_dir == "auto":
+        return _default_results_directory()
+    given = f"results_dir is {str(results_dir)!r}"
+    try:
+        directory = Path(results_dir).expanduser()
+        directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not directory.parent.is_dir():
+            raise ValueError(f"{given}, and there is no folder {str(directory.parent)!r}; {advice}") from None
+        if not may_be_new:
+            raise ValueError(f"{given}, and there is no such folder; {advice}, or make it first") from None
+        print(f"{given}, a new folder: runs that are finished will be stored there")
+    except (OSError, RuntimeError, ValueError) as error:  # pathlib's, for a home or a text that is none
+        raise ValueError(f"{given}, which cannot be looked at ({error}); {advice}") from error
+    else:
+        if not directory.is_dir():
+            raise ValueError(f"{given}, which is a file; {advice}")
+    return directory
 
 
 UNDECIDED = "undecided"
@@ -187,20 +220,39 @@ def _injected_names() -> list[str]:
     return names
 
 
+_LARGEST_SEED = 2**53  # what a stored run holds
+
+
 def _checked_seeds(seeds) -> tuple[int, ...]:
-    problem = f"seeds is {seeds!r}; pass a list of different integers of at least 0, such as [0, 1, 2] or '0, 1, 2'"
+    problem = (
+        f"seeds is {seeds!r}; pass a list of different integers of at least 0 and at most 2**53, such as [0, 1, 2] or "
+        "'0, 1, 2'"
+    )
     if isinstance(seeds, str):
-        words = seeds.strip().strip("[]()").split(",")
-        if not all(word.strip().isdigit() for word in words):
+        text = seeds.strip()
+        text = text[1:-1] if text[:1] + text[-1:] in ("[]", "()") else text
+        words = [word.strip() for word in text.split(",")]
+        if not all(re.fullmatch(r"[0-9]{1,20}", word) for word in words):
             raise ValueError(problem)
         seeds = [int(word) for word in words]
     elif isinstance(seeds, int):
         seeds = [seeds]
-    if not isinstance(seeds, list | tuple) or not seeds or len(set(seeds)) != len(seeds):
+    if not isinstance(seeds, list | tuple) or not seeds:
         raise ValueError(problem)
-    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds):
+    if not all(isinstance(seed, Integral) and not isinstance(seed, bool) for seed in seeds):
         raise ValueError(problem)
-    return tuple(seeds)
+    if not all(0 <= seed <= _LARGEST_SEED for seed in seeds) or len(set(seeds)) != len(seeds):
+        raise ValueError(problem)
+    return tuple(int(seed) for seed in seeds)
+
+
+def _check_image_folder(dataset: str) -> None:
+    folder = dataset.removeprefix("folder:")
+    if not folder or not os.path.isdir(os.path.expanduser(folder)):
+        raise ValueError(
+            f"dataset is {dataset!r}, and there is no folder {folder!r}; pass folder:PATH of a tree of images, "
+            "PATH/train/CLASS/* and PATH/test/CLASS/*"
+        )
 
 
 def _resolved_device(device: str) -> str:
@@ -281,9 +333,11 @@ def find_chapter(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
+    if name.endswith(".ipynb") and Path(name).is_dir():
+        raise BookError(f"{name} is a folder; pass the path of a notebook in it")
     for path in notebooks():
         number = path.stem.split("_")[0]
-        if name in (path.stem, path.name) or (name.isdigit() and number.isdigit() and int(name) == int(number)):
+        if name in (path.stem, path.name) or (name.isdecimal() and number.isdecimal() and int(name) == int(number)):
             return path
     known = ", ".join(path.stem for path in notebooks())
     raise BookError(f"there is no chapter {name!r}; pass a number, a name or the path of a notebook: {known}")
@@ -308,35 +362,90 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
     """
     import nbformat
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from papermill.exceptions import PapermillExecutionError
 
     parameters = dict(parameters or {})
-    try:
-        known = papermill.inspect_notebook(str(chapter))
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
-        raise BookError(f"{chapter} is not a Jupyter notebook ({str(error).splitlines()[0]})") from error
+    known = _parameters_of(chapter)
     for name in parameters:
         if name not in known:
             raise ValueError(f"{chapter.name} has no parameter {name!r}; it has {', '.join(known) or 'none'}")
     if set(PARAMETERS) <= set(known):
         check_parameters(**parameters)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    _check_output(output, chapter)
     bar = {"desc": chapter.stem, "disable": not (sys.stderr.isatty() if progress is None else progress)}
     try:
         notebook = papermill.execute_notebook(
             str(chapter), str(output), parameters, progress_bar=bar, extra_arguments=_QUIET_KERNEL
         )
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for content in (each.get("data", {}) for cell in code for each in cell.outputs):
+            if "image/png" in content:
+                content["image/png"] = _with_palette(content["image/png"])
+        nbformat.write(notebook, output)
     except PapermillExecutionError as error:
         kind = ClaimError if error.ename == ClaimError.__name__ else BookError
         raise kind(
             f"{chapter.name}, cell {error.exec_count}: {error.ename}: {error.evalue} (traceback in {output})"
         ) from error
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for content in (each.get("data", {}) for cell in code for each in cell.outputs):
-        if "image/png" in content:
-            content["image/png"] = _with_palette(content["image/png"])
-    nbformat.write(notebook, output)
+    except NoSuchKernel as error:
+        raise BookError(
+            f"{chapter} asks for the Jupyter kernel {error.name!r}, which is not installed; install it, or set python3 "
+            "in the notebook's metadata"
+        ) from error
+    except OSError as error:
+        raise BookError(
+            f"{chapter.name}: {output} could not be written ({error}); make room, or pass another file"
+        ) from error
+    for line in _left_out(code):
+        print(line, file=sys.stderr)
     return "".join(each.get("text", "") for each in code[-1].outputs).strip() if code else ""
+
+
+def _parameters_of(chapter: Path) -> dict:
+    """The parameters of a notebook, by name; ``BookError`` if it is none, or none that can be run."""
+    import papermill
+
+    def refuse(error: Exception) -> BookError:
+        reason = str(error).split("\n", 1)[0]
+        return BookError(f"{chapter} is not a Jupyter notebook ({reason})")
+
+    try:
+        content = json.loads(chapter.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or "nbformat" not in content:
+            raise ValueError("it has no nbformat")
+        kernel = content["metadata"].get("kernelspec", {}).get("name")
+    except OSError as error:
+        raise BookError(f"{chapter} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise refuse(error) from error
+    if not kernel:
+        raise BookError(f"{chapter} names no Jupyter kernel; choose one in Jupyter, and save it")
+    try:
+        return papermill.inspect_notebook(str(chapter))
+    except Exception as error:  # its readers let through whatever a file of another form makes them stumble over
+        raise refuse(error) from error
+
+
+def _check_output(output: Path, chapter: Path) -> None:
+    """Make sure that an executed notebook can be written there, before minutes of work."""
+    sources = [chapter, *(notebooks() if repository() else [])]
+    if output.suffix != ".ipynb":
+        raise ValueError(f"the output is {str(output)!r}; pass the path of a notebook, which ends with .ipynb")
+    if output.exists() and any(output.samefile(each) for each in sources):
+        raise ValueError(f"the output is {output}, a page to be run; pass another file, or --in-place")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(output, "a"):
+            pass
+    except OSError as error:
+        raise BookError(f"{output} cannot be written ({error.strerror}); pass another file for the output") from error
+
+
+def _left_out(cells: Iterable) -> list[str]:
+    """The lines of executed cells that say which stored runs were left out, each once."""
+    printed = "".join(each.get("text", "") for cell in cells for each in cell.outputs if each.get("name") == "stdout")
+    return list(dict.fromkeys(line for line in printed.splitlines() if line.startswith(LEFT_OUT)))
 
 
 def _with_palette(png: str) -> str:
@@ -362,11 +471,13 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
     Times, versions of tools and papermill's marks are left out, so that the file changes only when a result does.
 
     Returns, raises: as ``execute``; and ``BookError`` if a cell wrote on stderr (a warning, say), which no page is to
-    show. The source is then left as it was.
+    show, or made something without a stored run that is damaged. The source is then left as it was.
     """
     import nbformat
 
     root = repository()
+    if not os.access(chapter.resolve().parent, os.W_OK):
+        raise BookError(f"{chapter} cannot be written; pass --output, or change who may write")
     executed = (root or chapter.parent) / "_build" / "refresh" / chapter.name
     printed = execute(chapter, executed, progress=progress)
     source, result = nbformat.read(chapter, as_version=4), nbformat.read(executed, as_version=4)
@@ -375,10 +486,15 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
             for each in ran.outputs:
                 if each.get("name") == "stderr":
                     raise BookError(f"{chapter.name}, cell {cell.id} wrote on stderr: {each.text.strip()}")
+            for line in _left_out([ran]):
+                raise BookError(f"{chapter.name}, cell {cell.id} is not kept: {line}")
             cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
             for each in cell.outputs:
                 each.pop("transient", None)
-    nbformat.write(source, chapter)
+    try:
+        write_atomically(chapter.resolve(), nbformat.writes(source).rstrip("\n") + "\n")
+    except OSError as error:
+        raise BookError(f"{chapter} could not be written, and is as it was ({error.strerror}); make room") from error
     return printed
 
 
@@ -452,7 +568,7 @@ def _key(root: Path, chapter: Path, parameters: dict) -> str:
     for path in sorted(
         [*(root / "gramlin").rglob("*.py"), *(root / "results").rglob("*.json"), root / "constraints.txt"]
     ):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+        digest.update(str(path.relative_to(root)).encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
 
 

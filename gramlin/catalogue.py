@@ -157,15 +157,40 @@ def check_name(name: str, known: Iterable[str] = tuple(CATALOGUE)) -> None:
         raise ValueError(f"there is no data set {name!r}{hint}; pass one of {', '.join(known)}, or folder:PATH")
 
 
+def expanded(name: str, path: str | os.PathLike) -> Path:
+    """The path with ``~`` for the user's home.
+
+    Raises:
+        ValueError: a home that is not known, under the name by which the caller knows the path.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} is {os.fspath(path)!r}, a home that is not known here; pass a full path") from error
+
+
 def data_directory(data_dir: str | os.PathLike | None = None) -> Path:
-    """The folder that data are read from: the argument, else ``$GRAMLIN_DATA``, else the user's cache folder."""
+    """The folder that data are read from: the argument, else ``$GRAMLIN_DATA``, else the user's cache folder.
+
+    It need not exist; an empty ``$GRAMLIN_DATA`` counts as not set.
+
+    Raises:
+        ValueError: what is no path, or the path of a file.
+    """
+    name = "data_dir"
     if data_dir is None:
-        data_dir = os.environ.get("GRAMLIN_DATA")
-    if not data_dir:
+        name, data_dir = "GRAMLIN_DATA", os.environ.get("GRAMLIN_DATA") or None
+    if data_dir is None:
         import platformdirs
 
-        data_dir = platformdirs.user_cache_dir("gramlin")
-    return Path(data_dir).expanduser()
+        return Path(platformdirs.user_cache_dir("gramlin"))
+    if not isinstance(data_dir, str | os.PathLike) or not os.fspath(data_dir):
+        raise ValueError(f"{name} is {data_dir!r}; pass the path of a folder, or None for GRAMLIN_DATA")
+    directory = expanded(name, data_dir)
+    if os.path.exists(directory) and not os.path.isdir(directory):
+        advice = "set $GRAMLIN_DATA to a folder, or unset it" if name == "GRAMLIN_DATA" else "pass the path of a folder"
+        raise ValueError(f"the folder of data, {directory}, is a file; {advice}")
+    return directory
 
 
 def list_datasets(data_dir: str | os.PathLike | None = None) -> list[dict]:
@@ -175,7 +200,7 @@ def list_datasets(data_dir: str | os.PathLike | None = None) -> list[dict]:
     def present(entry: Entry) -> str:
         if entry.origin in ("embedded", "generated"):
             return entry.origin
-        return "yes" if all((directory / file).exists() for file in entry.files) else "no"
+        return "yes" if all(os.path.exists(directory / file) for file in entry.files) else "no"
 
     return [
         {

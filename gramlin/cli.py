@@ -1,5 +1,6 @@
 """The command line: ``gramlin run``, ``gramlin build``, ``gramlin data``, ``gramlin results``."""
 
+import difflib
 import functools
 import sys
 import time
@@ -9,6 +10,7 @@ import click
 
 import gramlin
 from gramlin import book, catalogue
+from gramlin.results import ResultsStore
 
 
 def _one_line_errors(command):
@@ -20,10 +22,10 @@ def _one_line_errors(command):
             return command(*args, **kwargs)
         except book.ClaimError as error:
             raise click.ClickException(str(error)) from error
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError, ExceptionGroup) as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            failure = click.ClickException(str(error))
+            failure = click.ClickException(", ".join([str(error), *getattr(error, "__notes__", [])]))
             failure.exit_code = 2
             raise failure from error
 
@@ -56,8 +58,8 @@ _device = click.option("--device", default="auto", show_default=True, help="auto
 @_one_line_errors
 def run(chapter, parameters, profile, device, output, in_place) -> None:
     """Run a CHAPTER (its number, name or path) into a new notebook, and print its claims."""
-    values = dict(parameters)
-    for name, value in (("profile", profile), ("device", device)):
+    values = {}
+    for name, value in (*parameters, ("profile", profile), ("device", device)):
         if value is not None:
             if values.get(name, value) != value:
                 raise ValueError(f"{name} is given twice, as {values[name]!r} and {value!r}; pass it once")
@@ -69,7 +71,7 @@ def run(chapter, parameters, profile, device, output, in_place) -> None:
             raise ValueError("--in-place runs a chapter with its defaults; leave out parameters and --output")
         printed, output = book.refresh_outputs(notebook), notebook
     else:
-        output = output or Path("_build", "runs", notebook.name)
+        output = Path("_build", "runs", notebook.name) if output is None else output
         if output.resolve() == notebook.resolve():
             raise ValueError(f"--output is the chapter itself, {notebook}; pass another file, or --in-place")
         printed = book.execute(notebook, output, values)
@@ -98,9 +100,12 @@ def cost(device, results_dir) -> None:
     from gramlin import costs
     from gramlin.experiments import sweep
 
-    run = book.check_parameters(results_dir=results_dir, device=device)
-    sweep(costs.COST, run.store, costs.cost_settings(run.device), device=run.device, workers=1)
-    click.echo(costs.cost_table(run.store).T.to_string())
+    run = book.check_parameters(device=device)
+    store = ResultsStore(book.results_directory(results_dir, may_be_new=True))
+    sweep(costs.COST, store, costs.cost_settings(run.device), device=run.device, workers=1)
+    click.echo(costs.cost_table(store).T.to_string())
+    if store.problems():  # the table has named them
+        sys.exit(2)
 
 
 @main.group()
@@ -112,6 +117,7 @@ def data() -> None:
 @_one_line_errors
 def list_data() -> None:
     """List the data sets, and which are present."""
+    _check_data_directory()
     click.echo(_table(catalogue.list_datasets()))
     click.echo("folder:PATH is any tree of images, PATH/train/CLASS/* and PATH/test/CLASS/*.")
 
@@ -123,6 +129,7 @@ def get(name) -> None:
     """Download a data set, check it, and make it ready."""
     from gramlin import data as sets
 
+    _check_data_directory()
     click.echo(sets.get(name))
 
 
@@ -130,7 +137,14 @@ def get(name) -> None:
 @_one_line_errors
 def path() -> None:
     """Print the folder that data are read from ($GRAMLIN_DATA, else the user's cache)."""
-    click.echo(catalogue.data_directory())
+    click.echo(_check_data_directory())
+
+
+def _check_data_directory() -> Path:
+    directory = catalogue.data_directory()
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"the folder of data, {directory}, is a file; set $GRAMLIN_DATA to a folder, or unset it")
+    return directory
 
 
 @main.command()
@@ -138,27 +152,30 @@ def path() -> None:
 @click.option("--results-dir", default="auto", help="The folder of finished runs.")
 @_one_line_errors
 def results(experiment, results_dir) -> None:
-    """List the finished runs, and report damaged files."""
-    store = book.check_parameters(results_dir=results_dir, device="cpu").store
-    problems = store.problems()
-    if not problems:
-        runs = store.runs(experiment)
-        # Of the settings, those that tell the runs apart.
-        names = list(dict.fromkeys(name for run in runs for name in run.settings))
-        telling = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
-        rows = [
-            {
-                "experiment": run.experiment,
-                **{name: run.settings.get(name, "") for name in dict.fromkeys(["dataset", *telling])},
-                "seconds": f"{run.wall_seconds:.0f}",
-                "finished": run.finished[:10],
-                "commit": run.commit[:8],
-                "file": store.path(run.experiment, run.settings).name,
-            }
-            for run in runs
-        ]
-        of_it = f" of {experiment}" if experiment else ""
-        click.echo(_table(rows) if rows else f"no finished runs{of_it} in {store.directory}")
+    """List the finished runs, of one EXPERIMENT or of all, and name damaged files on standard error (status 2)."""
+    store = ResultsStore(book.results_directory(results_dir))
+    if experiment is not None and experiment not in (known := store.experiments()):
+        near = difflib.get_close_matches(experiment, known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        there = f"there are runs of {', '.join(known)}" if known else "there are none of any experiment"
+        raise ValueError(f"there are no runs of {experiment!r}{hint} in {store.directory}; {there}")
+    runs, problems = store.read(experiment)
+    # Of the settings, those that tell the runs apart.
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    telling = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
+    rows = [
+        {
+            "experiment": run.experiment,
+            **{name: run.settings.get(name, "") for name in dict.fromkeys(["dataset", *telling])},
+            "seconds": f"{run.wall_seconds:.0f}",
+            "finished": run.finished[:10],
+            "commit": run.commit[:8],
+            "file": store.path(run.experiment, run.settings).name,
+        }
+        for run in runs
+    ]
+    of_it = f" of {experiment}" if experiment else ""
+    click.echo(_table(rows) if rows else f"no finished runs{of_it} in {store.directory}")
     for problem in problems:
         click.echo(problem, err=True)
     if problems:

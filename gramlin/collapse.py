@@ -8,22 +8,25 @@ Source: Papyan, Han and Donoho (2020), whose definitions these are; where theirs
 which was made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from gramlin.checks import check_matrix, check_one_device
+from gramlin.checks import check_integer, check_integers, check_matrix, check_one_device
 from gramlin.linearity import Features, MomentsMetric, linearity_of
-from gramlin.moments import Moments, centred, to_float64
+from gramlin.moments import Moments, centred, check_squares, to_float64
 
 # Directions along which class means vary by less than this fraction of their largest variation count as rounding.
 RANK_CUTOFF = 1e-6
 
 # A class mean closer to their mean than this, relative to the means themselves, is there but for rounding.
 _AT_CENTRE = 1e-13
+
+# Rows of a (K, K) matrix over pairs of classes that are worked out at a time.
+_BLOCK = 256
 
 Classes = Integer[Tensor, " n"]
 ClassMeans = Float[Tensor, "K d"]
@@ -81,7 +84,7 @@ def neural_collapse(
         nc3              0.000
         target_linearity 1.000
     """
-    _check_integers(targets, "targets")
+    check_integers("targets", targets)
     moments = Moments(num_classes)
     moments.update(features, targets)
     return collapse_of(moments, weight)
@@ -142,7 +145,7 @@ def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
         >>> round(equinorm(means).item(), 6)
         0.5
     """
-    norms = _centred_means(class_means).norm(dim=1)
+    norms = _unit_means(class_means)[0].norm(dim=1)
     return norms.std(correction=0) / norms.mean()
 
 
@@ -161,11 +164,17 @@ def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
         >>> round(equiangularity(torch.tensor([[6.0], [-1.0], [-2.0], [-3.0]])).item(), 6)
         1.0
     """
-    M = _centred_means(class_means)
-    norms = M.norm(dim=1)
-    at_centre = norms <= _AT_CENTRE * to_float64(class_means).norm(dim=1).max()
-    directions = M / norms.where(~at_centre, torch.nan)[:, None]
-    return _pairs_of(directions @ directions.mT).std(correction=0)
+    M, size = _unit_means(class_means)
+    K, norms = len(M), M.norm(dim=1)
+    directions = M / norms.where(norms > _AT_CENTRE * size, torch.nan)[:, None]
+    pairs = K * (K - 1)
+    mean = (directions.sum(dim=0).square().sum() - K) / pairs
+    total = norms.new_zeros(())
+    for start, rows in _blocks(directions):
+        deviations = rows @ directions.mT - mean
+        deviations.diagonal(start).zero_()
+        total += deviations.square().sum()
+    return (total / pairs).sqrt()
 
 
 def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
@@ -184,11 +193,15 @@ def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
         >>> round(etf_distance(torch.arange(5.0)[:, None]).item(), 6)
         1.0
     """
-    M = _centred_means(class_means)
-    K = len(M)
-    gram = M @ M.mT
-    simplex = torch.eye(K, dtype=M.dtype, device=M.device) - 1 / K
-    return (gram / gram.norm() - simplex / (K - 1) ** 0.5).norm()
+    M, _ = _unit_means(class_means)
+    K, d = M.shape
+    size = (M.mT @ M if d < K else M @ M.mT).norm()
+    total = size.new_zeros(())
+    for start, rows in _blocks(M):
+        difference = rows @ M.mT / size + 1 / K / (K - 1) ** 0.5
+        difference.diagonal(start).sub_(1 / (K - 1) ** 0.5)
+        total += difference.square().sum()
+    return total.sqrt()
 
 
 def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Float[Tensor, ""]:
@@ -216,7 +229,7 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
         2.0
     """
     check_matrix("weight", weight, "(K, d)")
-    M = _centred_means(class_means)
+    M, _ = _unit_means(class_means)
     if weight.shape != M.shape:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, the class means {tuple(M.shape)}: both are (K, d) and must agree"
@@ -225,6 +238,7 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
     check_one_device({"weight": weight, "class means": class_means})
     if not W.any():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is zero: it has no direction")
+    W = _of_unit_size(W)
     return (W / W.norm() - M / M.norm()).norm()
 
 
@@ -239,6 +253,7 @@ def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> 
 
     Raises:
         ValueError: K < 2, or d < K − 1.
+        TypeError: a generator of another type.
 
     Example:
         >>> corners = simplex_etf(3, 4)
@@ -247,8 +262,14 @@ def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> 
                 [-0.5000,  1.0000, -0.5000],
                 [-0.5000, -0.5000,  1.0000]], dtype=torch.float64)
     """
+    check_integer("K", K, least=1)
+    check_integer("d", d, least=1)
     if K < 2 or d < K - 1:
         raise ValueError(f"got K={K}, d={d}; pass K of at least 2, and d of at least K - 1")
+    if K * d > 2**30:
+        raise ValueError(f"got K={K}, d={d}: {K * d / 2**27:.2g} GiB; pass a smaller d")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator is a {type(generator).__name__}; pass a torch.Generator, or None")
     device = "cpu" if generator is None else generator.device
     # Column j − 1 sets the first j corners against corner j (Helmert): orthonormal, and orthogonal to the ones.
     j = torch.arange(1, K, dtype=torch.float64, device=device)
@@ -291,7 +312,7 @@ def nearest_class_mean_disagreement(
         0.25
     """
     check_matrix("features", features)
-    _check_integers(predictions, "predictions")
+    check_integers("predictions", predictions)
     M = _centred_means(class_means)
     if features.shape[1] != M.shape[1] or predictions.shape != features.shape[:1]:
         raise ValueError(
@@ -299,6 +320,8 @@ def nearest_class_mean_disagreement(
             f"{tuple(M.shape)}: expected (n, d), (n,) and (K, d)"
         )
     check_one_device({"features": features, "predictions": predictions, "class means": class_means})
+    check_squares("features", features)
+    predictions = predictions.long()
     if predictions.min() < 0 or predictions.max() >= len(M):
         raise ValueError(
             f"predictions go from {predictions.min()} to {predictions.max()}; pass classes from 0 to {len(M) - 1}"
@@ -318,27 +341,34 @@ def nearest_class_mean_disagreement(
 def _centred_means(class_means: ClassMeans) -> ClassMeans:
     """M: the class means in float64 less their mean."""
     check_matrix("class means", class_means, "(K, d)")
-    if len(class_means) < 2:
-        raise ValueError(f"class means have shape {tuple(class_means.shape)}; pass (K, d) with two classes or more")
-    M = centred(class_means)
+    check_squares("class means", class_means)
+    return _without_mean(to_float64(class_means))
+
+
+def _unit_means(class_means: ClassMeans) -> tuple[ClassMeans, Float[Tensor, ""]]:
+    """M of largest entry 1, for measures that know no scale, and the largest norm of a class mean in its units."""
+    check_matrix("class means", class_means, "(K, d)")
+    means = _of_unit_size(to_float64(class_means))
+    M = _without_mean(means)
+    return _of_unit_size(M), means.norm(dim=1).max() / M.abs().max()
+
+
+def _without_mean(means: ClassMeans) -> ClassMeans:
+    if len(means) < 2:
+        raise ValueError(f"class means have shape {tuple(means.shape)}; pass (K, d) with two classes or more")
+    M = centred(means)
     if not M.any():
         raise ValueError(f"the means of all {len(M)} classes coincide: there is nothing between classes to measure by")
     return M
 
 
-def _pairs_of(matrix: Float[Tensor, "K K"]) -> Float[Tensor, " pairs"]:
-    i, j = torch.triu_indices(*matrix.shape, offset=1, device=matrix.device)
-    return matrix[i, j]
+def _of_unit_size(matrix: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
+    return matrix / matrix.abs().max().clamp_min(torch.finfo(matrix.dtype).tiny)
 
 
-def _check_integers(classes: Tensor, name: str) -> None:
-    if not isinstance(classes, Tensor):
-        raise TypeError(f"{name} are a {type(classes).__name__}; pass a torch.Tensor of integer classes (n,)")
-    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool or classes.ndim != 1:
-        raise TypeError(
-            f"{name} are {classes.dtype} of shape {tuple(classes.shape)}; pass integer classes (n,), e.g. "
-            "scores.argmax(dim=1)"
-        )
+def _blocks(rows: Float[Tensor, "K d"]) -> Iterator[tuple[int, Float[Tensor, "k d"]]]:
+    """Some rows at a time, with the number of the first: a matrix over all pairs of classes is not formed."""
+    return zip(range(0, len(rows), _BLOCK), rows.split(_BLOCK), strict=True)
 
 
 # The measures that need nothing but the moments, by name: also columns of ``gramlin.probe``.
@@ -381,13 +411,16 @@ class NeuralCollapse(MomentsMetric):
     """
 
     def __init__(self, num_classes: int, **kwargs: Any):
+        check_integer("num_classes", num_classes, least=2)
         super().__init__(num_classes, **kwargs)
         self.compute_with_cache = False  # the value depends on the weight
 
     def update(self, features: Features, targets: Classes) -> None:
         """Add a batch of features (n, d) and integer classes (n,)."""
-        _check_integers(targets, "targets")
         super().update(features, targets)
+
+    def _check_targets(self, targets: Classes) -> None:
+        check_integers("targets", targets)
 
     def compute(self, weight: Float[Tensor, "K d"] | None = None) -> Measures:
         """``neural_collapse`` of all the data so far, of all processes."""

@@ -72,12 +72,12 @@ def cost_table(store: ResultsStore) -> pd.DataFrame:
     minutes of one, and the hours of all; on a CPU with one thread a run, and often with another beside it.
     Last, how many runs a chapter asks for with three seeds, on MNIST and on CIFAR-10, which is the paper profile's own.
     """
-    rows = {}
+    rows, measured = {}, store.runs("cost")
     for chapter, (experiment, settings) in _STORED.items():
         runs = store.runs(experiment)
         rows[chapter] = {}
         for kind in ("CPU", "GPU"):
-            quick = [run for run in _on(store.runs("cost"), kind) if run.settings["chapter"] == chapter]
+            quick = [run for run in _on(measured, kind) if run.settings.get("chapter") == chapter]
             rows[chapter][f"quick, {kind}: seconds"] = f"{quick[-1].wall_seconds:.0f}" if quick else "–"
             rows[chapter][f"quick, {kind}: GiB"] = f"{quick[-1].metrics['peak_mebibytes'] / 1024:.1f}" if quick else "–"
             minutes = [run.wall_seconds / 60 for run in _on(runs, kind)]

@@ -2,26 +2,30 @@
 
 Images are float32 in [0, 1] of shape (n, C, H, W) with int64 classes (n,); generated sets say what theirs are. Files
 are checked before they are read, so that a damaged one gives an error with its name and never wrong data.
+
+Nothing in a file is run: torchvision unpickles CIFAR's batches and unpacks its archives only once their MD5 sums are
+right, and arrays kept here are read without pickle.
 """
 
 import hashlib
 import importlib.resources
+import operator
 import os
 import re
-import sys
 import tempfile
+import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from gramlin.catalogue import CATALOGUE, Entry, check_name, data_directory, list_datasets
+from gramlin.catalogue import CATALOGUE, Entry, check_name, data_directory, expanded, list_datasets
+from gramlin.images import DECODING, DataError, decode, list_images, one_line, shown
 
 __all__ = [
     "DataError",
@@ -35,10 +39,6 @@ __all__ = [
     "standardize",
     "swiss_roll",
 ]
-
-
-class DataError(RuntimeError):
-    """Data are missing or damaged: the message names the file and says what to do."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,79 +88,139 @@ def load(
 ) -> Dataset:
     """Load a data set whole, onto a device; nothing is downloaded (see ``get``).
 
+    **Folders of images.** ``folder:PATH`` is a tree PATH/train/CLASS/* and PATH/test/CLASS/* of images (JPEG, PNG,
+    TIFF, WebP, BMP, PPM or PGM). The classes are the folders of train, sorted; test may lack some, and folders in them
+    are looked through too. Links are followed; hidden files and folders (``.ipynb_checkpoints``, ``__MACOSX``) and
+    files that are no images are left out. Images are read as a viewer shows them on a white page: turned as
+    their EXIF orientation says, and white where they are transparent. (torchvision's ``ImageFolder`` does neither.)
+    There is one channel if all are grey, else three. Grey images of 16 bits keep all their steps, also beside others of
+    8 bits; colours of 16 bits are read with 8. CMYK is converted without colour profiles. Images of several pages, or
+    of fractional or signed numbers, are refused.
+
+    Decoded images are kept in the data directory until a file of the tree is changed, added or removed. Where nothing
+    can be written a warning says so, and they are decoded at each load.
+
     Args:
-        name: one of ``gramlin data list``, or ``folder:PATH`` for a tree PATH/train/CLASS/* and PATH/test/CLASS/* of
-            images, which is decoded once and kept in the data directory.
+        name: one of ``gramlin data list``, or ``folder:PATH``.
         device: where the tensors go.
         data_dir: in place of the data directory.
-        image_size: for folders, the side of the square that images are scaled (shorter side) and cropped (centre) to;
-            without it they must all have one size.
+        image_size: for folders, the side of the square that images are scaled (shorter side, bicubic) and cropped
+            (centre) to; without it they must all have one size.
 
     Raises:
-        ValueError: an unknown name, or an ``image_size`` for a set that is not a folder.
+        TypeError: a name that is no string.
+        ValueError: an unknown name, a device that is not there, a ``data_dir`` that is no folder, or an ``image_size``
+            for a set that is not a folder.
         DataError: files are missing or damaged, or the tree is not what it should be.
     """
-    folder = name.removeprefix("folder:") if name.startswith("folder:") else None
-    if folder is None:
-        check_name(name)
+    folder = _folder(name)
+    place = _checked_device(device)
     if image_size is not None:
         if folder is None and CATALOGUE[name].origin != "folder":
             raise ValueError(f"image_size is for folders of images; leave it out for {name!r}")
-        if not isinstance(image_size, int) or image_size < 1:
-            raise ValueError(f"image_size is {image_size!r}; pass the side in pixels, a whole number of at least 1")
-    directory = data_directory(data_dir)
+        image_size = _whole("image_size", image_size, 1, "the side in pixels, ")
     if folder is not None:
         source = f"the images in {folder}"
-        dataset = _load_folder(name, Path(folder).expanduser(), directory, image_size, source, "as their owner says")
+        dataset = _load_folder(name, folder, data_directory(data_dir), image_size, source, "as their owner says")
     else:
         entry = CATALOGUE[name]
         if entry.origin == "folder":
-            tree = directory / name
-            if not tree.is_dir():
+            directory = data_directory(data_dir)
+            if not os.path.isdir(directory / name):
                 raise DataError(_missing(entry, directory))
-            dataset = _load_folder(name, tree, directory, image_size, entry.source, entry.licence)
+            dataset = _load_folder(name, directory / name, directory, image_size, entry.source, entry.licence)
         elif entry.origin == "torchvision":
-            dataset = _load_torchvision(entry, directory)
+            dataset = _load_torchvision(entry, data_directory(data_dir))
         else:
             dataset = _MADE_HERE[name](entry)
     splits = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-    return replace(dataset, **{split: getattr(dataset, split).to(device) for split in splits})
+    return replace(dataset, **{split: getattr(dataset, split).to(place) for split in splits})
 
 
 def get(name: str, data_dir: str | os.PathLike | None = None) -> str:
     """Download a data set if it is not there, check it, prepare what can be kept, and say so in a line.
 
     Raises:
-        ValueError: an unknown name.
+        TypeError: a name that is no string.
+        ValueError: an unknown name, or a ``data_dir`` that is no folder.
         DataError: it cannot be downloaded from here, the download failed, or what came is damaged.
     """
-    if not name.startswith("folder:"):
-        check_name(name)
+    if _folder(name) is None:
         entry, directory = CATALOGUE[name], data_directory(data_dir)
-        if entry.origin == "torchvision" and not all((directory / file).exists() for file in entry.files):
-            directory.mkdir(parents=True, exist_ok=True)
+        if entry.origin == "torchvision" and not all(os.path.exists(directory / file) for file in entry.files):
             try:
+                directory.mkdir(parents=True, exist_ok=True)
                 for options in _split_options(name):
                     _torchvision_class(name)(directory, download=True, **options)
             except Exception as error:  # torchvision lets through whatever its many servers and formats raise
-                raise DataError(f"{name} could not be downloaded into {directory}: {error}") from error
+                raise DataError(f"{name} could not be downloaded into {directory}: {one_line(error)}") from error
     return f"ready: {load(name, data_dir=data_dir)}"
+
+
+def _folder(name: str) -> Path | None:
+    """The path of ``folder:PATH``; None for the name of a set that is known."""
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; pass a string, one of `gramlin data list` or 'folder:PATH'")
+    if not name.startswith("folder:"):
+        check_name(name)
+        return None
+    path = name.removeprefix("folder:")
+    if not path.strip():
+        raise ValueError(f"name is {name!r}, without a path; pass 'folder:PATH', or 'folder:.' for the working folder")
+    return expanded("the folder", path)
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    """The device, once PyTorch has shown that it can put a tensor there."""
+    try:
+        chosen = torch.device(device)
+        if torch.empty(0, device=chosen).is_meta:
+            raise ValueError("a tensor there has no values")
+    except Exception as error:  # RuntimeError, AssertionError, TypeError, …: each kind of device has its own
+        present = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        if torch.backends.mps.is_available():
+            present.append("mps")
+        raise ValueError(
+            f"device is {device!r}, which PyTorch does not have here; it has {', '.join(present)}"
+        ) from error
+    return chosen
+
+
+def _whole(name: str, value: int, least: int, advice: str = "") -> int:
+    """A whole number of any integer type, NumPy's too."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or isinstance(value, bool) or whole < least:
+        raise ValueError(f"{name} is {value!r}; pass {advice}a whole number of at least {least}")
+    return whole
+
+
+def _number(name: str, value: Real, least: Real, most: Real) -> float:
+    if not isinstance(value, Real) or not least <= value <= most:  # NaN is not
+        raise ValueError(f"{name} is {value!r}; pass a number from {least:g} to {most:g}")
+    return float(value)
 
 
 def standardize(dataset: Dataset) -> Dataset:
     """Shift and scale inputs to mean 0 and variance 1 a channel, both taken over the training split.
 
     Raises:
-        ValueError: a channel that is constant.
+        TypeError: what is no ``Dataset``.
+        ValueError: a channel that is constant, or that float32 cannot tell from constant.
     """
-    axes = [axis for axis in range(dataset.train_inputs.ndim) if axis != 1]
-    mean = dataset.train_inputs.mean(axes, keepdim=True)
-    std = dataset.train_inputs.std(axes, keepdim=True)
-    if (std == 0).any():
+    if not isinstance(dataset, Dataset):
+        raise TypeError(f"dataset is a {type(dataset).__name__}; pass what gramlin.data.load returns")
+    train = dataset.train_inputs
+    axes = [axis for axis in range(train.ndim) if axis != 1]
+    mean = train.mean(axes, keepdim=True)
+    # By its extremes: the standard deviation of a large constant channel is the rounding of its mean, and not zero.
+    constant = train.amax(axes) == train.amin(axes)
+    if constant.any():
         raise ValueError(f"a channel of {dataset.name} is constant and cannot be scaled to variance 1")
-    return replace(
-        dataset, train_inputs=(dataset.train_inputs - mean) / std, test_inputs=(dataset.test_inputs - mean) / std
-    )
+    std = train.std(axes, keepdim=True)
+    return replace(dataset, train_inputs=(train - mean) / std, test_inputs=(dataset.test_inputs - mean) / std)
 
 
 # ---- Generated and embedded sets ----------------------------------------------------------------------------------
@@ -174,15 +234,20 @@ def swiss_roll(n: int, *, turns: float = 1.5, noise: float = 0.0, seed: int = 0)
 
     Args:
         n: how many points.
-        turns: of the roll.
-        noise: standard deviation of what is added to both coordinates, in units of theirs.
-        seed: of the draw.
+        turns: of the roll, from 0.01 to 1000, within which float32 tells the angles of points apart.
+        noise: standard deviation of what is added to both coordinates, in units of theirs; at most a million, which
+            leaves nothing of the roll.
+        seed: of the draw, 0 or more.
 
     Returns:
         Points (n, 2), scaled to variance about 1 a coordinate, and angles (n, 1), scaled to mean 0 and variance 1;
         the scales are those of the distribution, not of the draw, so that two draws fit together.
+
+    Raises:
+        ValueError: an argument outside its range, or a count that is no whole number.
     """
-    generator = torch.Generator().manual_seed(seed)
+    n, generator = _whole("n", n, 1), _seeded(seed)
+    turns, noise = _number("turns", turns, 0.01, 1000), _number("noise", noise, 0, 1e6)
     start, length = 1.5 * torch.pi, 2 * torch.pi * turns
     angle = start + length * torch.rand(n, 1, generator=generator)
     points = torch.cat([angle * angle.cos(), angle * angle.sin()], dim=1)
@@ -198,11 +263,11 @@ def staircase(n: int, *, dimension: int = 10, degree: int = 4, seed: int = 0) ->
         Inputs (n, dimension) and targets (n, 1).
 
     Raises:
-        ValueError: a degree outside 1 … dimension.
+        ValueError: a degree outside 1 … dimension, a negative seed, fewer than one input, or what is no whole number.
     """
-    if not 1 <= degree <= dimension:
-        raise ValueError(f"degree is {degree}; pass a whole number from 1 to the dimension, {dimension}")
-    generator = torch.Generator().manual_seed(seed)
+    n, dimension, generator = _whole("n", n, 1), _whole("dimension", dimension, 1), _seeded(seed)
+    if isinstance(degree, bool) or not hasattr(degree, "__index__") or not 1 <= degree <= dimension:
+        raise ValueError(f"degree is {degree!r}; pass a whole number from 1 to the dimension, {dimension}")
     inputs = 2.0 * torch.randint(0, 2, (n, dimension), generator=generator) - 1
     return inputs, inputs[:, :degree].cumprod(dim=1).sum(dim=1, keepdim=True)
 
@@ -212,10 +277,21 @@ def modular_addition(modulus: int = 61) -> tuple[Tensor, Tensor]:
 
     Returns:
         Inputs (modulus², 2·modulus) and classes (modulus²,), in lexicographic order.
+
+    Raises:
+        ValueError: a modulus that is no whole number of at least 1.
     """
+    modulus = _whole("modulus", modulus, 1)
     x, y = torch.cartesian_prod(torch.arange(modulus), torch.arange(modulus)).T
     one_hot = torch.nn.functional.one_hot
     return torch.cat([one_hot(x, modulus), one_hot(y, modulus)], dim=1).float(), (x + y) % modulus
+
+
+def _seeded(seed: int) -> torch.Generator:
+    seed = _whole("seed", seed, 0)
+    if seed >= 2**64:
+        raise ValueError(f"seed is {seed}; pass a whole number below 2**64")
+    return torch.Generator().manual_seed(seed)
 
 
 def _made(entry: Entry, train: tuple, test: tuple, classes: tuple[str, ...] | None) -> Dataset:
@@ -286,7 +362,11 @@ _CLASS_NAMES = {
 def _torchvision_class(name: str):
     import torchvision.datasets
 
-    return getattr(torchvision.datasets, _CLASS_NAMES[name])
+    known = getattr(torchvision.datasets, _CLASS_NAMES[name])
+    if name not in _IDX_MD5:
+        return known
+    # Where processed/*.pt of its old versions are there too, torchvision takes those, whose sums nobody knows.
+    return type(known.__name__, (known,), {"_check_legacy_exist": lambda self: False})
 
 
 def _split_options(name: str) -> tuple[dict, dict]:
@@ -309,8 +389,11 @@ def _md5_sums(entry: Entry, directory: Path) -> dict[Path, str]:
 
 def _check_sums(entry: Entry, directory: Path) -> None:
     for path, md5 in _md5_sums(entry, directory).items():
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "md5").hexdigest()
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); allow reading, or replace it") from error
         if found != md5:
             size = path.stat().st_size
             raise DataError(
@@ -333,19 +416,31 @@ def _missing(entry: Entry, directory: Path) -> str:
 
 def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
     files = [directory / file for file in entry.files]
-    absent = [path for path in files if not path.exists()]
+    stats = {path: _status(path) for path in files}
+    absent = [path for path, status in stats.items() if status is None]
     if absent == files:
         raise DataError(_missing(entry, directory))
     if absent:
         raise DataError(
             f"{absent[0]} is missing, though other files of {entry.name} are there; run `gramlin data get {entry.name}`"
         )
-    stats = {path: path.stat() for path in files}
     cache = _cache_file(directory, entry.name, [f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats.items()])
-    if not cache.exists():
+
+    def make() -> dict[str, np.ndarray]:
         _check_sums(entry, directory)
-        _write_arrays(cache, _torchvision_arrays(entry, directory))
-    return _images(entry.name, _read_arrays(cache, _CACHE_ADVICE), entry.source, entry.licence)
+        return _torchvision_arrays(entry, directory)
+
+    return _images(entry.name, _kept(cache, make), entry.source, entry.licence)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What ``os.stat`` says; None if there is no such file."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be looked at ({error.strerror}); allow reading its folder") from error
 
 
 def _torchvision_arrays(entry: Entry, directory: Path) -> dict[str, np.ndarray]:
@@ -365,120 +460,22 @@ def _torchvision_arrays(entry: Entry, directory: Path) -> dict[str, np.ndarray]:
 
 
 def _load_folder(name: str, tree: Path, directory: Path, image_size: int | None, source: str, licence: str) -> Dataset:
-    files, labels, classes = {}, {}, {}
-    for split in ("train", "test"):
-        if not (tree / split).is_dir():
-            raise DataError(f"{tree / split} is not a folder; expected {tree}/train/CLASS/* and {tree}/test/CLASS/*")
-        classes[split] = sorted(path.name for path in (tree / split).iterdir() if path.is_dir())
-        files[split], labels[split] = _image_files(tree / split, classes[split])
-    if classes["train"] != classes["test"]:
-        odd = sorted(set(classes["train"]) ^ set(classes["test"]))
-        raise DataError(f"{tree}: train and test must have the same classes, but {', '.join(odd)} is in one only")
-    listing = [f"{file.path} {file.size} {file.modified_ns}" for found in files.values() for file in found]
-    cache = _cache_file(directory, tree.resolve().name, [f"{tree.resolve()} {image_size}", *listing])
-    if not cache.exists():
-        arrays = {"classes": np.array(classes["train"])}
-        paths = {split: [Path(file.path) for file in found] for split, found in files.items()}
-        pixels = _decode(paths["train"] + paths["test"], image_size, tree.name)
-        arrays["train_inputs"], arrays["test_inputs"] = np.split(pixels, [len(paths["train"])])
-        arrays["train_targets"], arrays["test_targets"] = (np.array(labels[split]) for split in ("train", "test"))
-        _write_arrays(cache, arrays)
-    return _images(name, _read_arrays(cache, _CACHE_ADVICE), source, licence)
+    listed = list_images(tree)
+    files = [*listed.files["train"], *listed.files["test"]]
+    origin = [
+        f"{os.path.realpath(tree)} {image_size} decoding {DECODING}",
+        *(f"{file.path} {file.size} {file.modified_ns}" for file in files),
+    ]
 
+    def make() -> dict[str, np.ndarray]:
+        pixels = decode([file.path for file in files], image_size, tree.name)
+        arrays = {"classes": np.array(listed.classes)}
+        arrays["train_inputs"], arrays["test_inputs"] = np.split(pixels, [len(listed.files["train"])])
+        arrays["train_targets"], arrays["test_targets"] = map(np.array, listed.labels.values())
+        return arrays
 
-# What torchvision's ImageFolder takes; importing it for this list would cost more than reading the cache.
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-
-
-@dataclass(frozen=True)
-class _ImageFile:
-    path: str
-    size: int
-    modified_ns: int
-
-
-def _scan(folder: str | Path) -> Iterator[_ImageFile]:
-    # os.scandir: a tree of 60,000 images is looked through at each load, and pathlib takes seconds for that.
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                yield from _scan(entry.path)
-            elif entry.name.lower().endswith(_IMAGE_SUFFIXES):
-                stat = entry.stat()
-                yield _ImageFile(entry.path, stat.st_size, stat.st_mtime_ns)
-
-
-def _image_files(folder: Path, classes: Sequence[str]) -> tuple[list[_ImageFile], list[int]]:
-    files, labels = [], []
-    for label, name in enumerate(classes):
-        found = sorted(_scan(folder / name), key=lambda file: file.path)
-        if not found:
-            raise DataError(f"{folder / name} has no images ({', '.join(_IMAGE_SUFFIXES)})")
-        files += found
-        labels += [label] * len(found)
-    if not files:
-        raise DataError(f"{folder} has no folders of images; expected one a class")
-    return files, labels
-
-
-def _open_image(path: Path):
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return Image.open(path)
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{path} is not an image that can be read ({error}); replace or delete it") from error
-
-
-def _is_grey(path: Path) -> bool:
-    with _open_image(path) as image:
-        if image.mode.startswith(("I", "F")):
-            raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}); convert it to 8 bits")
-        return image.mode in ("L", "1")
-
-
-def _decode(paths: list[Path], image_size: int | None, title: str) -> np.ndarray:
-    """Decode images to (n, C, H, W) bytes: one channel if all are grey, else three."""
-    grey = all([_is_grey(path) for path in paths])
-
-    def one(path: Path) -> np.ndarray:
-        with _open_image(path) as image:
-            try:
-                pixels = image.convert("L" if grey else "RGB")
-            except Exception as error:  # PIL's many decoders raise much besides OSError
-                raise DataError(f"{path} is truncated or damaged ({error}); replace or delete it") from error
-        if image_size is not None:
-            scale = image_size / min(pixels.size)
-            size = [max(image_size, round(side * scale)) for side in pixels.size]
-            left, top = ((side - image_size) // 2 for side in size)
-            pixels = pixels.resize(size).crop((left, top, left + image_size, top + image_size))
-        array = np.asarray(pixels)
-        return array[None] if grey else array.transpose(2, 0, 1)
-
-    shape = one(paths[0]).shape
-
-    def one_of_that_shape(path: Path) -> np.ndarray:
-        image = one(path)
-        if image.shape != shape:
-            raise DataError(
-                f"{path} has {_size(image.shape)} pixels, {paths[0]} {_size(shape)}; pass image_size=… to "
-                "scale and crop all images to one size"
-            )
-        return image
-
-    result = np.empty((len(paths), *shape), dtype=np.uint8)
-    with ThreadPoolExecutor() as pool:
-        # An error inside the worker, unlike one in this loop, makes map() cancel the images still waiting.
-        images = tqdm(
-            pool.map(one_of_that_shape, paths), title, len(paths), unit="image", disable=not sys.stderr.isatty()
-        )
-        for index, image in enumerate(images):
-            result[index] = image
-    return result
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return f"{shape[2]}×{shape[1]}"
+    cache = _cache_file(directory, os.path.basename(os.path.realpath(tree)), origin)
+    return _images(name, _kept(cache, make), source, licence)
 
 
 # ---- Arrays on disk -----------------------------------------------------------------------------------------------
@@ -487,7 +484,9 @@ def _size(shape: tuple[int, ...]) -> str:
 def _images(name: str, arrays: dict[str, np.ndarray], source: str, licence: str) -> Dataset:
     train, test = (
         (
-            torch.from_numpy(np.ascontiguousarray(arrays[f"{split}_inputs"])).to(torch.float32).div_(255),
+            torch.from_numpy(arrays[f"{split}_inputs"].astype(np.float32, order="C")).div_(
+                np.iinfo(arrays[f"{split}_inputs"].dtype).max
+            ),
             torch.from_numpy(arrays[f"{split}_targets"].astype(np.int64)),
         )
         for split in ("train", "test")
@@ -501,7 +500,23 @@ _CACHE_ADVICE = "delete it, and it is made anew"
 def _cache_file(directory: Path, name: str, origin: list[str]) -> Path:
     """Where decoded arrays are kept: another file as soon as an original is added, removed, resized or touched."""
     key = hashlib.sha256("\n".join(origin).encode(errors="surrogateescape")).hexdigest()[:16]
-    return directory / "cache" / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', name)}-{key}.npz"
+    return directory / "cache" / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', name)[:100]}-{key}.npz"
+
+
+def _kept(cache: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays kept in a file; if it is not there they are made, and kept where that can be."""
+    if os.path.exists(cache):
+        return _read_arrays(cache, _CACHE_ADVICE)
+    arrays = make()
+    try:
+        _write_arrays(cache, arrays)
+    except OSError as error:  # a full disk, or a shared folder that may only be read: no reason to do without the data
+        warnings.warn(
+            f"the decoded images could not be kept in {shown(cache)} ({error.strerror or one_line(error)}) and are "
+            "made anew at each load; make room or allow writing there, or set GRAMLIN_DATA to another folder",
+            stacklevel=4,
+        )
+    return arrays
 
 
 _ARRAYS = {"train_inputs", "train_targets", "test_inputs", "test_targets", "classes"}
@@ -522,10 +537,24 @@ def _read_arrays(path: Path, advice: str) -> dict[str, np.ndarray]:
                     if member.read():
                         raise ValueError(f"{name} has more bytes than its header says")
     except Exception as error:  # damaged bytes raise whatever zipfile, the decompressors and NumPy come upon
-        raise DataError(f"{path} cannot be read or is damaged ({error}); {advice}") from error
+        raise DataError(f"{shown(path)} cannot be read or is damaged ({one_line(error)}); {advice}") from error
     if arrays.keys() != _ARRAYS:
-        raise DataError(f"{path} is damaged (it holds {sorted(arrays)}, not {sorted(_ARRAYS)}); {advice}")
+        raise DataError(f"{shown(path)} is damaged (it holds {sorted(arrays)}, not {sorted(_ARRAYS)}); {advice}")
+    if not all(_fits(arrays, split) for split in ("train", "test")):
+        found = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+        raise DataError(f"{shown(path)} is damaged (its arrays do not fit together: {found}); {advice}")
     return arrays
+
+
+def _fits(arrays: dict[str, np.ndarray], split: str) -> bool:
+    """Whether a split is images of 8 or 16 bits, each with one of the classes."""
+    inputs, targets, classes = arrays[f"{split}_inputs"], arrays[f"{split}_targets"], arrays["classes"]
+    return bool(
+        (inputs.dtype in (np.uint8, np.uint16) and inputs.ndim == 4 and len(inputs) > 0)
+        and (targets.dtype.kind in "iu" and targets.shape == (len(inputs),))
+        and (classes.dtype.kind == "U" and classes.ndim == 1)
+        and (targets.min() >= 0 and targets.max() < len(classes))
+    )
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -17,8 +17,20 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from gramlin.checks import check_finite, check_floating, check_one_device
-from gramlin.moments import ClassSums, Moments, Sums, centred, check_features, checked_targets, to_float64
+from gramlin.checks import check_floating, check_one_device
+from gramlin.moments import (
+    ClassSums,
+    Moments,
+    Sums,
+    centred,
+    check_features,
+    check_squares,
+    checked_targets,
+    chunk_rows,
+    target_matrix,
+    target_values,
+    to_float64,
+)
 
 # Directions of the features whose variance is below this fraction of the largest are left out as rounding: float64 sums
 # of squares resolve no standard deviation below about 1e-7 of the largest.
@@ -102,6 +114,7 @@ def fit_linear(
 
 def linearity_of(moments: Moments, ridge: float = 0.0, *, per_output: bool = False) -> Float[Tensor, "*scores"]:
     """``target_linearity`` of data whose moments have been added up."""
+    _check_flag(per_output)
     total = _target_variation(moments)
     return _fraction(_solve(moments, ridge).explained, total, per_output)
 
@@ -146,10 +159,11 @@ class LinearFit:
         """Ŷ of new features, in float64.
 
         Raises:
-            ValueError: features of another width, empty or on another device.
+            ValueError: features of another width, empty or on another device; NaN or infinite entries.
             TypeError: features that are not floating-point.
         """
         check_features(features)
+        check_squares("features", features)
         rows = to_float64(features)
         if rows.shape[1] != len(self.coefficients):
             raise ValueError(f"features have width {rows.shape[1]}, the fit {len(self.coefficients)}: they must agree")
@@ -179,16 +193,21 @@ class HeldOut:
         # error of a good fit is a small difference of large ones.
         self._sums = Sums.zeros(0, 2 * len(fit.intercept), fit.intercept.device)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def update(self, features: Features, targets: Targets) -> None:
         """Add a batch. Errors as in ``LinearFit.score``."""
         K, of_classes = len(self.fit.intercept), self.fit.of_classes
-        matrix = checked_targets(features, targets, K if of_classes else None)
-        if of_classes == targets.is_floating_point() or matrix.shape[1] != K:
+        values, width = checked_targets(features, targets, K if of_classes else None)
+        if of_classes == values.is_floating_point() or width != K:
             raise ValueError(
                 f"targets are {targets.dtype} of shape {tuple(targets.shape)}, the fit is to "
                 f"{f'{K} classes' if of_classes else f'real (n, {K})'}: they must agree"
             )
-        for chunk, Y in zip(features.split(4096), matrix.split(4096), strict=True):
+        self._sums = self._sums.ordinary()
+        size = chunk_rows(2 * K)
+        for chunk, chunk_values in zip(features.split(size), values.split(size), strict=True):
+            Y = target_matrix(chunk_values, K)
             self._sums.add_rows(Y, Y - self.fit.predict(chunk))
 
     def score(self, *, per_output: bool = False) -> Float[Tensor, "*scores"]:
@@ -197,6 +216,7 @@ class HeldOut:
         Raises:
             ValueError: no samples, or targets that do not vary.
         """
+        _check_flag(per_output)
         K = len(self.fit.intercept)
         n, mean = self._sums.count, self._sums.mean
         total = _check_variation(self._sums.target_squares()[:K], n, self.fit.of_classes)
@@ -266,7 +286,8 @@ def _solve(moments: Moments, ridge: float) -> _Solution:
             B = basis @ (basis.mT @ B)
         return B
 
-    kept = variances * (variances + 2 * ridge) / (variances + ridge).square()
+    shrunk = variances / (variances + ridge)
+    kept = shrunk * (1 + ridge / (variances + ridge))  # 1 − (1 − shrunk)², without squares of squares
     return _Solution(kept @ projected.square(), len(variances), coefficients)
 
 
@@ -275,6 +296,11 @@ def _check_ridge(ridge: float) -> None:
         raise TypeError(f"ridge is a {type(ridge).__name__}; pass a number")
     if not 0 <= ridge < math.inf:
         raise ValueError(f"ridge is {ridge}; pass a finite number, 0 or more")
+
+
+def _check_flag(per_output: bool) -> None:
+    if not isinstance(per_output, bool):
+        raise TypeError(f"per_output is {per_output!r}; pass True or False")
 
 
 def _significant(gram: Float[Tensor, "m m"]) -> tuple[Float[Tensor, " r"], Float[Tensor, "m r"]]:
@@ -310,8 +336,29 @@ class MomentsMetric(Metric):
     def update(self, features: Features, targets: Targets) -> None:
         """Add a batch: ``Moments.update``."""
         moments = self._moments()
-        moments.update(features, targets)
+        try:
+            self._check_targets(targets)
+            moments.update(features, targets)
+        except Exception:
+            self._update_count -= 1  # torchmetrics counts before it calls
+            raise
         self._store(moments)
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw a value, or a sequence of them: torchmetrics' own convention.
+
+        Args:
+            val: what ``compute`` or ``forward`` returned, or a list of that, such as one an epoch; by default the value
+                of all the data so far.
+            ax: the matplotlib axes to draw into; by default new ones.
+
+        Returns:
+            matplotlib's figure and axes.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        return self._plot(val, ax)
 
     def forward(self, features: Features, targets: Targets) -> Any:
         """Add a batch, and return the value of this batch alone."""
@@ -321,24 +368,40 @@ class MomentsMetric(Metric):
         batch.update(features, targets)
         self._forward_cache = batch.compute()
         self._reduce_states(batch.metric_state)
-        self._update_count += 1
         return self._forward_cache
 
     def merge_state(self, incoming_state: "dict[str, Any] | Metric") -> None:
-        """Add the state of another metric of this class, which is left as it was."""
+        """Add the state of another metric of this class, which is left as it was.
+
+        Args:
+            incoming_state: the metric, or its ``metric_state``.
+
+        Raises:
+            ValueError: another class or ``num_classes``; other widths, kinds of targets or devices; a dictionary that
+                is not such a state, or is not in its types.
+        """
+        if isinstance(incoming_state, MomentsMetric) and incoming_state.num_classes != self.num_classes:
+            raise ValueError(
+                f"num_classes is {incoming_state.num_classes} there, {self.num_classes} here: they must agree"
+            )
+        if isinstance(incoming_state, dict):
+            _check_states(incoming_state, self.metric_state)
         super().merge_state(incoming_state)
-        self._update_count += incoming_state.update_count if isinstance(incoming_state, Metric) else 1
+
+    def _check_targets(self, targets: Targets) -> None:
+        """Raise what a subclass has against these targets, beyond ``Moments.update``."""
 
     def _moments(self) -> Moments:
         return _moments_from(self.metric_state, self.num_classes)
 
     def _store(self, moments: Moments) -> None:
-        for name, state in _states_of(moments).items():
+        for name, state in _states_of(moments, self._update_count).items():
             setattr(self, name, state)
 
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
         moments = self._moments()
         moments.merge(_moments_from(incoming_state, self.num_classes))
+        self._update_count += int(incoming_state["layout"][3])
         self._store(moments)
         self._computed = None
 
@@ -375,7 +438,7 @@ class MomentsMetric(Metric):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         if f"{prefix}layout" in state_dict:
-            self._update_count = int(state_dict[f"{prefix}layout"][0] > 0)
+            self._update_count = int(state_dict[f"{prefix}layout"][3])
             self._computed = None
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in self._defaults:  # copies, since updates write into the sums
@@ -383,11 +446,23 @@ class MomentsMetric(Metric):
             setattr(self, name, state.clone() if isinstance(state, Tensor) else [each.clone() for each in state])
 
 
-def _states_of(moments: Moments) -> dict[str, Any]:
+def _check_states(incoming: dict[str, Any], states: dict[str, Any]) -> None:
+    """Raise ``ValueError`` unless a dictionary has the states of a metric, in their types."""
+    missing = [name for name in states if name not in incoming]
+    if missing:
+        raise ValueError(f"the state lacks {', '.join(missing)}; pass the metric, or its metric_state")
+    for name, state in states.items():
+        theirs = incoming[name]
+        if isinstance(state, Tensor) and not (isinstance(theirs, Tensor) and theirs.dtype == state.dtype):
+            kind = theirs.dtype if isinstance(theirs, Tensor) else type(theirs).__name__
+            raise ValueError(f"the state {name!r} is {kind}; pass it as it was, {state.dtype}")
+
+
+def _states_of(moments: Moments, updates: int = 0) -> dict[str, Any]:
     kind = -1 if moments.are_classes is None else int(moments.are_classes)
     states = {
         "rows": moments.rows,
-        "layout": torch.tensor([moments.num_features, moments.num_targets, kind], device=moments.device),
+        "layout": torch.tensor([moments.num_features, moments.num_targets, kind, updates], device=moments.device),
     }
     # Every process has the states of both kinds of sums, also one that has seen no data and knows no kind.
     for sums in (Sums.zeros(0, 0, moments.device), ClassSums.zeros(0, 0, moments.device)):
@@ -397,7 +472,7 @@ def _states_of(moments: Moments) -> dict[str, Any]:
 
 def _moments_from(states: dict[str, Any], num_classes: int | None) -> Moments:
     moments = Moments(num_classes)
-    moments.num_features, moments.num_targets, kind = states["layout"].tolist()
+    moments.num_features, moments.num_targets, kind, _ = states["layout"].tolist()
     moments.are_classes = None if kind < 0 else bool(kind)
     moments.rows = states["rows"]
     if states["count"] > 0:
@@ -445,6 +520,7 @@ class TargetLinearity(MomentsMetric):
     def __init__(self, ridge: float = 0.0, *, num_classes: int | None = None, per_output: bool = False, **kwargs: Any):
         super().__init__(num_classes, **kwargs)
         _check_ridge(ridge)
+        _check_flag(per_output)
         self.ridge = ridge
         self.per_output = per_output
 
@@ -490,8 +566,24 @@ def surrogate(
         >>> surrogate(H.repeat(2, 1), W, H.repeat(2, 1)).item()
         144.0
     """
-    Z, Y = _centred_preactivations(features, weight, targets, num_classes)
-    return (Y.mT @ Z).square().sum() / Y.shape[1]
+    moments, exponent, _ = _preactivation_moments(features, weight, targets, num_classes)
+    return surrogate_of(moments.cross, exponent)
+
+
+def surrogate_of(cross: Float[Tensor, "k K"], exponent: int = 0) -> Float[Tensor, ""]:
+    """``surrogate`` from ZᵀY, both centred: (1/K)‖ZᵀY‖²_F, of 2^exponent times the Z that is given.
+
+    Raises:
+        ValueError: a value beyond float64.
+    """
+    largest = cross.abs().max()
+    if largest == 0:
+        return largest
+    value = ((cross / largest).square().sum() / cross.shape[1]).sqrt() * largest
+    value = (value * 2.0**exponent).square()
+    if not torch.finfo(value.dtype).tiny <= value < math.inf:
+        raise ValueError("the surrogate leaves the range of float64: rescale features, weight or targets")
+    return value
 
 
 def normalized_surrogate(
@@ -518,36 +610,58 @@ def normalized_surrogate(
         >>> round(normalized_surrogate(H, torch.eye(4)[:1], H).item(), 6)
         0.5
     """
-    Z, Y = _centred_preactivations(features, weight, targets, num_classes)
-    size = torch.linalg.vector_norm(centred(features)) * torch.linalg.vector_norm(to_float64(weight))
-    if torch.linalg.vector_norm(Z) <= _ROUNDING * size:
-        raise ValueError(f"the pre-activations of all {len(Z)} samples are equal: alignment is undefined")
-    return (Y.mT @ Z).square().sum() / (_gram_norm(Z) * _gram_norm(Y))
+    moments, _, size = _preactivation_moments(features, weight, targets, num_classes)
+    if moments.squares.sum().sqrt() <= _ROUNDING * size:
+        raise ValueError(f"the pre-activations of all {len(features)} samples are equal: alignment is undefined")
+    if moments.are_classes:
+        return alignment_of(moments.cross, moments.scatter, moments.class_scatter_norm)
+    return alignment_of(moments.cross, moments.scatter, _gram_norm(centred(target_values(targets)[0])))
 
 
 def alignment_of(
-    cross: Float[Tensor, "k K"], scatter: Float[Tensor, "k k"], target_scatter: Float[Tensor, "K K"]
+    cross: Float[Tensor, "k K"], scatter: Float[Tensor, "k k"], target_size: Float[Tensor, ""]
 ) -> Float[Tensor, ""]:
-    """``normalized_surrogate`` from ZᵀY, ZᵀZ and YᵀY, all centred: ‖ZᵀY‖²_F/(‖ZᵀZ‖_F ‖YᵀY‖_F) (``eq:tl-cka``)."""
-    return cross.square().sum() / (scatter.norm() * target_scatter.norm())
+    """``normalized_surrogate`` from ZᵀY, ZᵀZ and ‖YᵀY‖_F, all centred: ‖ZᵀY‖²_F/(‖ZᵀZ‖_F ‖YᵀY‖_F) (``eq:tl-cka``)."""
+    return (frobenius_norm(cross) / frobenius_norm(scatter).sqrt() / target_size.sqrt()).square()
 
 
-def _centred_preactivations(
+def frobenius_norm(matrix: Float[Tensor, "m n"]) -> Float[Tensor, ""]:
+    """‖A‖_F, also of entries whose squares leave float64."""
+    largest = matrix.abs().max()
+    return largest * (matrix / largest).norm() if largest > 0 else largest
+
+
+def _preactivation_moments(
     features: Features, weight: Float[Tensor, "k d"], targets: Targets, num_classes: int | None
-) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n K"]]:
-    Y = checked_targets(features, targets, num_classes)
+) -> tuple[Moments, int, Float[Tensor, ""]]:
+    """Moments of Z = HWᵀ 2^−e and Y, e, and what the size of the centred Z is at most.
+
+    Features are centred before they are multiplied, so that a large mean costs no digits; a chunk at a time.
+    """
+    values, _ = checked_targets(features, targets, num_classes)
     check_floating("weight", weight)
-    if weight.ndim != 2 or weight.shape[1] != features.shape[1]:
+    if weight.ndim != 2 or 0 in weight.shape or weight.shape[1] != features.shape[1]:
         raise ValueError(
             f"features have shape {tuple(features.shape)}, weight {tuple(weight.shape)}: expected (n, d) and (k, d)"
         )
     check_one_device({"features": features, "weight": weight})
-    check_finite("weight", weight)
-    Y = centred(Y)
-    _check_variation(Y.square().sum(dim=0), len(Y), not targets.is_floating_point())
-    return centred(features) @ to_float64(weight).mT, Y
+    check_squares("weight", weight)
+    W = to_float64(weight)
+    exponent = int(torch.frexp(W.abs().max()).exponent)
+    W = W * 2.0**-exponent
+    inputs = Sums.zeros(0, features.shape[1], values.device)
+    size = chunk_rows(features.shape[1])
+    for chunk in features.split(size):
+        inputs.add_rows(to_float64(chunk))
+    squares = inputs.target_squares()
+    W = W * (squares > 0)
+    moments = Moments(num_classes)
+    for chunk, chunk_targets in zip(features.split(size), targets.split(size), strict=True):
+        moments.update((to_float64(chunk) - inputs.mean) @ W.mT, chunk_targets)
+    _target_variation(moments)
+    return moments, exponent, squares.sum().sqrt() * torch.linalg.vector_norm(W)
 
 
 def _gram_norm(A: Float[Tensor, "n k"]) -> Float[Tensor, ""]:
     """‖AᵀA‖_F = ‖AAᵀ‖_F, by the smaller of the two."""
-    return (A.mT @ A if A.shape[0] > A.shape[1] else A @ A.mT).norm()
+    return frobenius_norm(A.mT @ A if A.shape[0] > A.shape[1] else A @ A.mT)

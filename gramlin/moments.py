@@ -3,9 +3,13 @@
 Rows are samples: features H (n, d), targets Y (n, K). Sums are float64 and centred as they are taken: each chunk of
 rows about its own mean, then merged with what there is (Chan, Golub and LeVeque, 1983), so no digits are lost to a
 large mean. Where targets are classes, features are centred on the means of their classes: at collapse, what is left
-within classes is a vanishing part of the whole, and a difference of two large sums would lose it. No matrix over pairs
-of samples is formed, and memory is O(d² + dK). While there are no more samples than features the rows themselves are
-kept, in float64: they are smaller than the sums, and lose nothing.
+within classes is a vanishing part of the whole, and a difference of two large sums would lose it. Classes stay labels
+throughout; the one-hot matrix is never formed of more rows than features. Nor is a matrix over pairs of samples, and
+memory is O(d² + dK). While there are no more samples than features the rows themselves are kept, in float64: they are
+smaller than the sums, and lose nothing.
+
+What is measured are the values as they are stored, in whatever precision: each is taken to float64 before anything is
+added to it, so that bfloat16 features give the figures of the same numbers in float64.
 """
 
 import math
@@ -13,15 +17,24 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor
 
-from gramlin.checks import check_finite, check_floating, check_one_device
+from gramlin.checks import check_finite, check_floating, check_integer, check_one_device, check_tensor
 
-# Rows are taken to float64 a chunk at a time: 4 MiB of them, and of wide rows 512, since each chunk passes over the
-# whole sum.
-_CHUNK_NUMBERS = 2**19
+# Rows are taken to float64 a chunk at a time: 1 MiB of them, which stay in a core's cache, and of wide rows 512, since
+# each chunk passes over the whole sum.
+_CHUNK_NUMBERS = 2**17
 _CHUNK_ROWS = 512
+
+# More numbers than that for the means of classes (8 GiB) are a mistake: labels that are no counted classes.
+_MAX_CLASS_NUMBERS = 2**30
+
+# Bounds of the largest entry: squares, and sums and products of a few of them, stay normal float64 numbers.
+_SMALLEST, _LARGEST = 1e-140, 1e140
+
+# Squared deviations below this have lost digits to float64's smallest numbers, or are all lost: as good as constant.
+_UNDERFLOW = 1e-290
 
 # A standard deviation below this fraction of the mean is the rounding of the mean: the column is constant.
 _CONSTANT = 1e-13
@@ -29,28 +42,38 @@ _CONSTANT = 1e-13
 
 def to_float64(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The tensor in float64 and without gradient; on the CPU where its device (Apple's GPUs) has no float64."""
-    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device).double()
+    return to_cpu_without_float64(tensor.detach()).double()
 
 
-def target_matrix(
+def to_cpu_without_float64(tensor: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """The tensor on the CPU if its device (Apple's GPUs) has no float64, else where it is."""
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+def chunk_rows(width: int) -> int:
+    """How many rows of this width are taken to float64 at a time."""
+    return max(_CHUNK_ROWS, _CHUNK_NUMBERS // width)
+
+
+def target_values(
     targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"], num_classes: int | None = None
-) -> Float[Tensor, "n K"]:
-    """Targets as a float64 matrix: real ones as they are, (n,) as a column, integer classes one-hot.
+) -> tuple[Float[Tensor, "n K"] | Int64[Tensor, " n"], int]:
+    """Targets in float64 as a matrix, (n,) as a column, or as int64 labels if they are classes; and K.
 
     Args:
-        targets: real (n, K) or (n,), or integer classes (n,), counted from 0.
+        targets: real (n, K) or (n,), or integer classes (n,) of any width, counted from 0.
         num_classes: K for classes; by default the largest class + 1.
 
     Raises:
-        ValueError: another shape, a negative class, or one outside ``num_classes``.
-        TypeError: booleans, complex numbers, or integers of another shape than (n,).
+        ValueError: another shape, a negative class, or one outside ``num_classes``; as in ``check_tensor``.
+        TypeError: booleans, complex numbers, or integers of another shape than (n,); as in ``check_tensor``.
     """
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets are a {type(targets).__name__}; pass a torch.Tensor")
+    check_tensor("targets", targets)
     if targets.is_floating_point():
         if targets.ndim not in (1, 2) or 0 in targets.shape[1:]:
             raise ValueError(f"targets have shape {tuple(targets.shape)}; pass (n, K), (n,), or integer classes (n,)")
-        return to_float64(targets if targets.ndim == 2 else targets[:, None])
+        matrix = to_float64(targets if targets.ndim == 2 else targets[:, None])
+        return matrix, matrix.shape[1]
     if targets.dtype == torch.bool or targets.is_complex():
         raise TypeError(f"targets are {targets.dtype}; pass real numbers, or classes as integers (targets.long())")
     if targets.ndim != 1:
@@ -58,36 +81,54 @@ def target_matrix(
             f"targets are {targets.dtype} of shape {tuple(targets.shape)}: integers are classes, of shape (n,); pass "
             "targets.float() if they are numbers"
         )
-    if targets.numel() and targets.min() < 0:
-        raise ValueError(f"targets have class {int(targets.min())}; pass classes counted from 0")
-    largest = int(targets.max()) if targets.numel() else -1
+    check_finite("targets", targets)  # of integers: that they have data at all
+    labels = targets.long()  # first: PyTorch has no minimum of unsigned integers
+    least, largest = map(int, labels.aminmax()) if labels.numel() else (0, -1)
+    if least < 0 and targets.dtype == torch.uint64:
+        raise ValueError(f"targets have class {least + 2**64}; pass classes counted from 0 without gaps")
+    if least < 0:
+        raise ValueError(f"targets have class {least}; pass classes counted from 0")
     if num_classes is not None and largest >= num_classes:
         raise ValueError(f"targets have class {largest} with num_classes={num_classes}; pass a larger num_classes")
-    return to_float64(F.one_hot(targets.long(), largest + 1 if num_classes is None else num_classes).float())
+    return to_cpu_without_float64(labels), largest + 1 if num_classes is None else num_classes
+
+
+def target_matrix(values: Float[Tensor, "n K"] | Int64[Tensor, " n"], K: int) -> Float[Tensor, "n K"]:
+    """``target_values`` as a matrix, labels one-hot: for a chunk of rows, since it takes n · K numbers."""
+    if values.is_floating_point():
+        return values
+    return torch.zeros(len(values), K, dtype=torch.float64, device=values.device).scatter_(1, values[:, None], 1.0)
 
 
 def checked_targets(
     features: Float[Tensor, "n d"],
     targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"],
     num_classes: int | None = None,
-) -> Float[Tensor, "n K"]:
-    """``target_matrix`` of a batch's targets, after a look at all that can be wrong with the batch.
+) -> tuple[Float[Tensor, "n K"] | Int64[Tensor, " n"], int]:
+    """``target_values`` of a batch's targets, after a look at all that can be wrong with the batch.
 
     Raises:
         ValueError: features that are not (n, d), no samples, a different number of targets, NaN or infinite entries,
-            several devices; as in ``target_matrix``.
-        TypeError: features that are not floating-point; as in ``target_matrix``.
+            several devices, numbers whose squares leave float64, labels too large to be classes that were counted; as
+            in ``target_values``.
+        TypeError: features that are not floating-point; as in ``target_values``.
     """
     check_features(features)
-    matrix = target_matrix(targets, num_classes)
-    if len(matrix) != len(features):
+    values, K = target_values(targets, num_classes)
+    if len(values) != len(features):
         raise ValueError(
             f"features have shape {tuple(features.shape)}, targets {tuple(targets.shape)}: the first axes must agree"
         )
     check_one_device({"features": features, "targets": targets})
-    check_finite("features", features)
-    check_finite("targets", matrix)
-    return matrix
+    check_squares("features", features)
+    if values.is_floating_point():
+        check_squares("targets", values)
+    elif K * features.shape[1] > _MAX_CLASS_NUMBERS:
+        raise ValueError(
+            f"{K} classes of {features.shape[1]} features take {K * features.shape[1] / 2**27:.2g} GiB: pass classes "
+            "counted from 0 without gaps, e.g. torch.unique(targets, return_inverse=True)[1]"
+        )
+    return values, K
 
 
 def check_features(features: Float[Tensor, "n d"]) -> None:
@@ -106,6 +147,19 @@ def centred(rows: Float[Tensor, "n p"]) -> Float[Tensor, "n p"]:
     rows = rows - mean
     rows *= _without_rounding(torch.linalg.vector_norm(rows, dim=0).square(), mean, len(rows)) > 0
     return rows
+
+
+def check_squares(name: str, tensor: Float[Tensor, "*shape"]) -> None:
+    """Raise ``ValueError`` if an entry is NaN or infinite, or if sums of squares would leave float64's range."""
+    check_finite(name, tensor)
+    if tensor.dtype != torch.float64 or tensor.numel() == 0:  # other types hold no such numbers
+        return
+    largest = max(map(abs, (bound.item() for bound in tensor.aminmax())))
+    if largest and not _SMALLEST < largest < _LARGEST:
+        raise ValueError(
+            f"{name}: the largest entry is {largest:.3g}, and products of such numbers leave float64; rescale to have "
+            f"it between {_SMALLEST:g} and {_LARGEST:g}"
+        )
 
 
 @dataclass
@@ -133,7 +187,9 @@ class Sums:
         """Add one chunk of rows, at least one, whose columns come in one or several parts, in any precision."""
         n = len(columns[0])
         rows = self.mean.new_empty(n + 1, len(self.mean))  # one more, see _absorb
-        torch.cat(columns, dim=1, out=rows[:n])
+        parts = rows[:n].split([part.shape[1] for part in columns], dim=1)
+        for part, given in zip(parts, columns, strict=True):
+            part.copy_(given)  # and not torch.cat, which knows no common type of float64 and 8 bits
         mean = rows[:n].mean(dim=0)
         rows[:n] -= mean
         self._absorb(rows, n, mean)
@@ -162,6 +218,10 @@ class Sums:
     def target_squares(self) -> Float[Tensor, " K"]:
         """Σ (y − ȳ)² of each target, with constant targets exactly zero."""
         return _without_rounding(self.squares, self.mean[len(self.products) :], self.count)
+
+    def ordinary(self) -> "Sums":
+        """With tensors that may be changed in place outside inference mode."""
+        return Sums(self.count, *map(_ordinary, (self.mean, self.products, self.squares)))
 
     def widened(self, K: int) -> "Sums":
         """With columns of zeros up to K targets."""
@@ -198,17 +258,33 @@ class ClassSums:
         """Of no rows."""
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in (K, (K, d), (d, d))))
 
-    def add_rows(self, features: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]) -> None:
-        """Add one chunk of rows, at least one, with features in any precision."""
-        n, K = one_hot.shape
-        rows = self.means.new_empty(n + min(n, K), len(self.within))  # more than there are, see _absorb
-        rows[:n] = features
-        self._absorb(rows, n, *_centre_by_class(rows[:n], one_hot))
+    def add_rows(self, features: Float[Tensor, "n d"], labels: Int64[Tensor, " n"]) -> None:
+        """Add one chunk of rows, at least one, with features in any precision.
+
+        Of a class with N samples so far and n in the chunk, what is to be added is the scatter of the n about their
+        mean m, and Nn/(N + n) times the square of the shift m − μ. Rows h − m + √(N/(N + n)) (m − μ) have both, since
+        h − m sums to zero: no further rows are needed, also where each class has one sample in the chunk.
+        """
+        rows = self.means.new_empty(features.shape)
+        rows.copy_(features)
+        present, labels = torch.unique(labels, return_inverse=True)  # so that a small chunk passes over few classes
+        counts, shifts, origin = _centre(rows, labels, len(present))
+        before = self.counts.index_select(0, present)
+        moves = (origin - self.means.index_select(0, present)).add_(shifts)
+        kept = (before / (before + counts)).sqrt_()[:, None]
+        rows -= shifts.addcmul_(kept, moves, value=-1).index_select(0, labels)
+        _add_products(self.within, rows)
+        self.counts.index_add_(0, present, counts)
+        self.means.index_add_(0, present, moves.mul_((counts / (before + counts))[:, None]))
 
     def add(self, other: "ClassSums") -> None:
         """Add the sums of other rows, which are left as they were."""
         self.within += other.within
-        self._absorb(torch.empty_like(self.means), 0, other.counts, other.means)
+        moves = other.means - self.means
+        weights = self.counts * other.counts / (self.counts + other.counts).clamp_min(1)
+        _add_products(self.within, weights.sqrt()[:, None] * moves)
+        self.counts += other.counts
+        self.means += (other.counts / self.counts.clamp_min(1))[:, None] * moves
 
     @property
     def count(self) -> int:
@@ -237,45 +313,29 @@ class ClassSums:
         """Of each feature; the diagonal of ``scatter``."""
         return self.within.diagonal() + self.counts @ self._shifts().square()
 
-    def target_squares(self) -> Float[Tensor, " K"]:
-        """Of each one-hot class, n_c(n − n_c)/n."""
-        return self.counts * (self.count - self.counts) / self.count
+    def ordinary(self) -> "ClassSums":
+        """With tensors that may be changed in place outside inference mode."""
+        return ClassSums(*map(_ordinary, (self.counts, self.means, self.within)))
 
     def widened(self, K: int) -> "ClassSums":
         """With classes without samples up to K."""
         new = K - len(self.counts)
-        return ClassSums(_widened(self.counts, K), F.pad(self.means, (0, 0, 0, new)), self.within)
+        return ClassSums(_widened(self.counts, K), F.pad(self.means, (0, 0, 0, new)), _ordinary(self.within))
 
     def _shifts(self) -> Float[Tensor, "K d"]:
         """Class means less the mean; zero for a class without samples."""
         return (self.means - self.mean[: len(self.within)]) * (self.counts > 0)[:, None]
 
-    def _absorb(
-        self, rows: Float[Tensor, "m d"], n: int, counts: Float[Tensor, " K"], means: Float[Tensor, "K d"]
-    ) -> None:
-        """Add products of n rows less the means of their classes; the rest take what the moves of means are worth."""
-        totals = self.counts + counts
-        share = counts / totals.clamp_min(1)
-        moves = means - self.means
-        due = (self.counts * share).sqrt()[:, None] * moves
-        due = due[due.any(dim=1)]
-        rows[n : n + len(due)] = due
-        _add_products(self.within, rows[: n + len(due)])
-        self.means += share[:, None] * moves
-        self.counts = totals
 
-
-def _centre_by_class(
-    rows: Float[Tensor, "n d"], one_hot: Float[Tensor, "n K"]
-) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
-    """Take the means of their classes off the rows, in place; counts and means of classes, zero without samples."""
-    labels, counts = one_hot.argmax(dim=1), one_hot.sum(dim=0)
+def _centre(
+    rows: Float[Tensor, "n d"], labels: Int64[Tensor, " n"], K: int
+) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"], Float[Tensor, " d"]]:
+    """Take their mean off the rows, in place; counts of classes, their means about it (0 without samples), the mean."""
     origin = rows.mean(dim=0)
     rows -= origin  # sums of what is left are small, and so is their rounding
-    totals = rows.new_zeros(len(counts), len(origin)).index_add_(0, labels, rows)
-    shifts = totals / counts.clamp_min(1)[:, None]
-    rows -= shifts.index_select(0, labels)
-    return counts, (origin + shifts) * (counts > 0)[:, None]
+    counts = torch.bincount(labels, minlength=K).to(rows.dtype)
+    totals = rows.new_zeros(K, len(origin)).index_add_(0, labels, rows)
+    return counts, totals.div_(counts.clamp_min(1)[:, None]), origin
 
 
 def _add_products(products: Float[Tensor, "d p"], rows: Float[Tensor, "n p"]) -> None:
@@ -320,16 +380,20 @@ class Moments:
     """
 
     def __init__(self, num_classes: int | None = None):
-        if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
-            raise ValueError(f"num_classes is {num_classes!r}; pass an integer of at least 2, or None")
+        if num_classes is not None:
+            check_integer("num_classes", num_classes, least=2)
         self.num_classes = num_classes
         self.num_features = self.num_targets = 0
         self.are_classes: bool | None = None
-        self.rows: list[Tensor] = []  # the joint rows, while there are no more than num_features
+        # The rows while there are no more than num_features, each followed by its targets or its label.
+        self.rows: list[Tensor] = []
         self.sums: Sums | ClassSums | None = None  # and their sums from then on
 
     # ---- adding ----
 
+    # Sums begun in inference mode are ordinary tensors too: else they could not be added to outside it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def update(
         self, features: Float[Tensor, "n d"], targets: Float[Tensor, "n *outputs"] | Integer[Tensor, " n"]
     ) -> None:
@@ -344,47 +408,54 @@ class Moments:
                 several devices.
             TypeError: features that are not floating-point, or as in ``target_matrix``.
         """
-        matrix = checked_targets(features, targets, self.num_classes)
-        device, of_classes = matrix.device, not targets.is_floating_point()
-        self._check_fits(features.shape[1], matrix.shape[1], of_classes, device)
+        values, K = checked_targets(features, targets, self.num_classes)
+        device, of_classes = values.device, not values.is_floating_point()
+        self._check_fits(features.shape[1], K, of_classes, device)
 
-        n, d, K = len(features), features.shape[1], max(matrix.shape[1], self.num_targets)
+        n, d, K = len(features), features.shape[1], max(K, self.num_targets)
         self._start(d, K, of_classes)
-        matrix = _widened(matrix, K)
         if self.sums is None and self.count + n <= d:
-            self.rows.append(torch.cat([to_float64(features), matrix], dim=1))
+            self.rows.append(torch.cat([to_float64(features), values.reshape(n, -1).double()], dim=1))
             return
         sums = self._turn_to_sums(device)
-        size = max(_CHUNK_ROWS, _CHUNK_NUMBERS // (d + K))
-        for chunk, chunk_targets in zip(features.split(size), matrix.split(size), strict=True):
-            sums.add_rows(chunk.detach().to(device), chunk_targets)
+        size = chunk_rows(d if of_classes else d + K)
+        for chunk, chunk_values in zip(features.split(size), values.split(size), strict=True):
+            sums.add_rows(chunk.detach().to(device), chunk_values)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def merge(self, other: "Moments") -> None:
         """Add the moments of other data, which are left as they were.
 
         Raises:
-            ValueError: widths, kinds of targets or devices that differ.
+            ValueError: ``num_classes``, widths, kinds of targets or devices that differ.
+            TypeError: something else than moments.
         """
+        if not isinstance(other, Moments):
+            raise TypeError(f"other is a {type(other).__name__}; pass the Moments of other data")
+        if None not in (self.num_classes, other.num_classes) and self.num_classes != other.num_classes:
+            raise ValueError(f"num_classes is {other.num_classes} there, {self.num_classes} here: they must agree")
         if other.count == 0:
             return
+        if other.are_classes and self.num_classes is not None and other.num_targets > self.num_classes:
+            raise ValueError(f"there are {other.num_targets} classes to be added, num_classes is {self.num_classes}")
         self._check_fits(other.num_features, other.num_targets, other.are_classes, other.device)
-        d, K = other.num_features, max(self.num_targets, other.num_targets)
-        self._start(d, K, other.are_classes)
-        if self.sums is None and other.sums is None and self.count + other.count <= d:
-            self.rows += [_widened(rows, d + K) for rows in other.rows]
+        K = max(self.num_targets, other.num_targets)
+        self._start(other.num_features, K, other.are_classes)
+        if self.sums is None and other.sums is None and self.count + other.count <= self.num_features:
+            self.rows += other.rows
             return
         sums = self._turn_to_sums(other.device)
         if other.sums is None:
             for rows in other.rows:
-                sums.add_rows(*self._split(_widened(rows, d + K)))
+                sums.add_rows(*other._split(rows))
         else:
             sums.add(other.sums.widened(K))
 
     def _start(self, d: int, K: int, of_classes: bool) -> None:
-        """Set the widths; classes not seen before become columns of zeros."""
-        if self.num_targets < K:
-            self.rows = [_widened(rows, d + K) for rows in self.rows]
-            self.sums = self.sums and self.sums.widened(K)
+        """Set the widths; classes not seen before get sums of no samples."""
+        if self.sums is not None:
+            self.sums = self.sums.widened(K) if self.num_targets < K else self.sums.ordinary()
         self.num_features, self.num_targets, self.are_classes = d, K, of_classes
 
     def _turn_to_sums(self, device: torch.device) -> Sums | ClassSums:
@@ -429,12 +500,18 @@ class Moments:
     @property
     def mean(self) -> Float[Tensor, " d"]:
         """The features' mean."""
-        return self._mean()[: self.num_features].clone()
+        if self.sums is None:
+            return self._split(self._joint_rows())[0].mean(dim=0)
+        return self.sums.mean[: self.num_features].clone()
 
     @property
     def target_mean(self) -> Float[Tensor, " K"]:
         """The targets' mean; for classes, the fraction of samples in each."""
-        return self._mean()[self.num_features :].clone()
+        if self.are_classes:
+            return self.class_counts / self.count
+        if self.sums is None:
+            return self._split(self._joint_rows())[1].mean(dim=0)
+        return self.sums.mean[self.num_features :].clone()
 
     @property
     def scatter(self) -> Float[Tensor, "d d"]:
@@ -456,19 +533,23 @@ class Moments:
     def squares(self) -> Float[Tensor, " d"]:
         """Σ (h − mean)² of each feature, with constant features exactly zero."""
         if self.sums is None:
-            return self.centred_rows()[0].square().sum(dim=0)
+            return _without_underflow(centred(self._split(self._joint_rows())[0]).square().sum(dim=0))
         return _without_rounding(self.sums.feature_squares, self.mean, self.count)
 
     @property
     def target_squares(self) -> Float[Tensor, " K"]:
-        """Σ (y − target_mean)² of each target, with constant targets exactly zero."""
+        """Σ (y − target_mean)² of each target, with constant targets exactly zero; of a class n_c(n − n_c)/n."""
+        if self.are_classes:
+            counts = self.class_counts
+            return counts * (self.count - counts) / self.count
         if self.sums is None:
-            return self.centred_rows()[1].square().sum(dim=0)
+            return _without_underflow(self.centred_rows()[1].square().sum(dim=0))
         return self.sums.target_squares()
 
     def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         """H and Y less their means; only while the rows are kept (``sums`` is None)."""
-        return self._split(centred(self._joint_rows()))
+        features, values = self._split(self._joint_rows())
+        return centred(features), centred(target_matrix(values, self.num_targets))
 
     @property
     def class_counts(self) -> Float[Tensor, " K"]:
@@ -476,10 +557,15 @@ class Moments:
         return self._by_class()[0]
 
     @property
-    def class_scatter(self) -> Float[Tensor, "K K"]:
-        """Σ (y − ȳ)(y − ȳ)ᵀ of the one-hot targets, diag(n_c) − n_c n_cᵀ/n; only for classes."""
-        counts = self.class_counts
-        return counts.diag() - counts.outer(counts) / self.count
+    def class_scatter_norm(self) -> Float[Tensor, ""]:
+        """‖Σ (y − ȳ)(y − ȳ)ᵀ‖_F of the one-hot targets, which is diag(n_c) − n_c n_cᵀ/n; only for classes.
+
+        Its diagonal is n_c(n − n_c)/n, its other entries −n_c n_c'/n: added up without the (K, K) matrix, and without
+        a difference, the pairs of classes by running sums from the smallest on.
+        """
+        counts = self.class_counts.sort().values
+        pairs = counts[1:].square() @ counts.square().cumsum(dim=0)[:-1]
+        return ((counts * (self.count - counts)).square().sum() + 2 * pairs).sqrt() / self.count
 
     @property
     def class_means(self) -> Float[Tensor, "K d"]:
@@ -490,9 +576,9 @@ class Moments:
         """Vᵀ Σ (h − μ_c)(h − μ_c)ᵀ V, the scatter within classes along the columns of V; only for classes."""
         if self.sums is not None:
             return directions.mT @ _mirrored(self.sums.within) @ directions
-        rows, one_hot = self._split(self._joint_rows())
-        _centre_by_class(rows, one_hot)
-        coordinates = rows @ directions
+        rows, labels = self._split(self._joint_rows())
+        _, shifts, _ = _centre(rows, labels, self.num_targets)
+        coordinates = (rows - shifts.index_select(0, labels)) @ directions
         return coordinates.mT @ coordinates
 
     def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
@@ -500,16 +586,16 @@ class Moments:
             raise ValueError("the targets are real vectors; classes have counts and means: pass integer labels")
         if self.sums is not None:
             return self.sums.counts.clone(), self.sums.means.clone()
-        return _centre_by_class(*self._split(self._joint_rows()))
+        counts, shifts, origin = _centre(*self._split(self._joint_rows()), self.num_targets)
+        return counts, (origin + shifts) * (counts > 0)[:, None]
 
-    def _split(self, rows: Float[Tensor, "n p"]) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
-        return rows.split([self.num_features, self.num_targets], dim=1)
+    def _split(self, rows: Float[Tensor, "n p"]) -> tuple[Float[Tensor, "n d"], Tensor]:
+        """Features, and real targets (n, K) or labels (n,)."""
+        features, values = rows.tensor_split([self.num_features], dim=1)
+        return features, values[:, 0].long() if self.are_classes else values
 
     def _tensors(self) -> list[Tensor]:
         return [field for field in vars(self.sums).values() if isinstance(field, Tensor)] if self.sums else self.rows
-
-    def _mean(self) -> Float[Tensor, " p"]:
-        return self._joint_rows().mean(dim=0) if self.sums is None else self.sums.mean
 
     def _joint_rows(self) -> Float[Tensor, "n p"]:
         if not self.rows:
@@ -518,8 +604,17 @@ class Moments:
 
 
 def _without_rounding(squares: Tensor, mean: Tensor, count: int) -> Tensor:
-    return squares.where(~(squares.sqrt() <= math.sqrt(count) * _CONSTANT * mean.abs()), 0.0)  # NaN stays
+    squares = squares.where(~(squares.sqrt() <= math.sqrt(count) * _CONSTANT * mean.abs()), 0.0)  # NaN stays
+    return _without_underflow(squares)
+
+
+def _without_underflow(squares: Tensor) -> Tensor:
+    return squares.where(~(squares < _UNDERFLOW), 0.0)
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:
     return F.pad(rows, (0, width - rows.shape[-1]))
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -21,21 +21,22 @@ def mathjax() -> Path:
         ImportError: they are not installed.
     """
     found = importlib.util.find_spec("mathjax")
-    folder = found and Path(found.origin).parent / "static" / "mathjax" / "es5"
+    # A folder that happens to be called so has no origin.
+    folder = found and found.origin and Path(found.origin).parent / "static" / "mathjax" / "es5"
     if not folder or not folder.is_dir():
         raise ImportError("MathJax is not installed; `pip install django-static-mathjax` brings it")
     return folder
 
 
 def copy_mathjax(app, _env) -> None:
-    """Put MathJax beside the pages, where ``_config.yml`` says it is; files that are there already are left alone."""
+    """Put MathJax beside the pages, where ``_config.yml`` says it is; files that are there whole are left alone."""
     if app.builder.format != "html":
         return
     target = Path(app.outdir) / "mathjax"
     for part in _PARTS:
         for path in [mathjax() / part] if (mathjax() / part).is_file() else (mathjax() / part).rglob("*"):
             copied = target / path.relative_to(mathjax())
-            if path.is_file() and not copied.exists():
+            if path.is_file() and not (copied.exists() and copied.stat().st_size == path.stat().st_size):
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copied)
 

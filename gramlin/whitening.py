@@ -15,15 +15,19 @@ weights are stored in, and R enters as W⁺ + (R − I) W⁺: the one rounding l
 weights on a CPU there is a faster way, whose M is I plus a small skew matrix that float32 resolves by itself.)
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gramlin.checks import check_finite, check_floating
+from gramlin.checks import check_finite, check_floating, check_tensor
+from gramlin.gram import check_optimizer, has_closure, is_nested_step, power_of_two
 
 __all__ = ["WhiteningHandle", "nearest_with_same_gram", "newton_schulz_polar", "polar_factor", "whiten"]
 
@@ -61,7 +65,7 @@ def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
         is orthogonal to better than 1e-3.
 
     Raises:
-        TypeError: M is integer or complex.
+        TypeError: M is integer, complex, of 8 bits, or no dense tensor.
         ValueError: M has fewer than two axes, an empty axis, or NaN or infinite entries.
 
     Example:
@@ -79,10 +83,7 @@ def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
     check_finite("M", M)
     # Devices other than CUDA may lack float64 or the SVD: the CPU has both.
     work = M.detach() if M.device.type == "cuda" else M.detach().cpu()
-    # Scaled by its largest entry, so that neither 1e-200 nor 1e200 under- or overflows on the way.
-    work = work.double()
-    work = work / work.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    U, _, Vh = torch.linalg.svd(work, full_matrices=False)
+    U, _, Vh = torch.linalg.svd(_over_largest(work.double()), full_matrices=False)
     return (U @ Vh).to(device=M.device, dtype=dtype)
 
 
@@ -94,11 +95,14 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
     up: on an ill-conditioned M the result is not orthogonal, and a zero M gives zero.
 
     Args:
-        M: floating-point, shape (..., m, n).
+        M: floating-point, shape (..., m, n), finite.
         steps: number of steps.
 
     Returns:
         Tensor of M's shape, dtype and device.
+
+    Raises:
+        TypeError, ValueError: as in ``polar_factor``; steps that are no number, or negative.
 
     Example:
         >>> import torch
@@ -109,7 +113,13 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
         [1.0, 0.0005]
     """
     _check_matrices(M)
-    X = M / torch.linalg.matrix_norm(M, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
+    check_finite("M", M)
+    if not isinstance(steps, int):
+        raise TypeError(f"steps: got a {type(steps).__name__}; pass a number of steps")
+    if steps < 0:
+        raise ValueError(f"steps is {steps}; pass 0 or more")
+    X = _over_largest(M)
+    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
     # On the smaller side: X p(XᵀX) = p(XXᵀ) X.
     wide = M.shape[-2] < M.shape[-1]
     X = X.mT if wide else X
@@ -142,8 +152,9 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
         The rotated weight in ``after``'s dtype. Its Gram error is that of rounding it to this dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices differ; weights that are not real floating-point matrices, or hold NaN or
-            infinite entries.
+        ValueError: shapes, dtypes or devices differ; weights that are not real floating-point matrices, are empty, or
+            hold NaN or infinite entries; a rotated weight that overflows their dtype.
+        TypeError: not dense tensors.
 
     Example:
         >>> import torch
@@ -152,15 +163,7 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
         >>> nearest_with_same_gram(before=before, after=after).round(decimals=4).tolist()
         [[4.0, 2.0], [2.0, 2.0]]
     """
-    if before.shape != after.shape:
-        raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
-    for name in ("dtype", "device"):
-        if getattr(before, name) != getattr(after, name):
-            raise ValueError(f"before is {getattr(before, name)}, after {getattr(after, name)}: they must agree")
-    if before.ndim != 2 or not before.is_floating_point():
-        raise ValueError(
-            f"weights have shape {tuple(before.shape)} and dtype {before.dtype}; pass real matrices (k, d)"
-        )
+    _check_pair(before, after)
     if before.device.type not in ("cpu", "cuda"):  # may lack float64
         return nearest_with_same_gram(before=before.cpu(), after=after.cpu()).to(after.device)
     k, d = before.shape
@@ -171,7 +174,9 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
             return after + turn @ after
     check_finite("the weight before the step", before)
     check_finite("the weight after the step", after)
-    B, A = before.double(), after.double()
+    # R has no scale: entries of 1e200 or 1e-200 are brought near 1 for it.
+    unit = power_of_two(after)
+    B, A = before.double() / power_of_two(before), after.double() / unit
     span = None
     if k > 2 * d:
         span = torch.linalg.qr(torch.cat([B, A], dim=1)).Q
@@ -181,19 +186,20 @@ def nearest_with_same_gram(*, before: Float[Tensor, "k d"], after: Float[Tensor,
     M.diagonal().add_(torch.where(size > 0, _TIE_BREAK * size, 1.0))
     R = polar_factor(M)
     turned = (R - torch.eye(len(R), dtype=R.dtype, device=R.device)) @ A
-    return (after.double() + (turned if span is None else span @ turned)).to(after.dtype)
+    rotated = (after.double() + unit * (turned if span is None else span @ turned)).to(after.dtype)
+    check_finite("the rotated weight, which overflows", rotated)
+    return rotated
 
 
 class WhiteningHandle:
     """What ``whiten`` returns: ``remove()`` detaches it, and the optimizer steps plainly again."""
 
-    def __init__(self, hooks):
-        self._hooks = hooks
+    def __init__(self, optimizer: Optimizer, whitening: "_Whitening"):
+        self._optimizer, self._whitening = optimizer, whitening
 
     def remove(self) -> None:
         """Detach from the optimizer. A second call does nothing."""
-        for hook in self._hooks:
-            hook.remove()
+        _detach(self._optimizer, self._whitening)
 
 
 def whiten(
@@ -207,11 +213,12 @@ def whiten(
 
     Book: ``eq:gw-procrustes``. Attaches with torch's own step hooks, so schedulers, closures, gradient scaling,
     clipping, ``foreach``, ``fused`` and state_dict work as before. Nothing is remembered from one step to the next:
-    after loading a state_dict, attach again and training goes on bit for bit. A step is a whole call of
-    ``optimizer.step``, however often a closure is evaluated within it. A weight that the step leaves as it was
-    (skipped, no gradient) is not touched. A weight of more than two axes is the matrix of its first axis against all
-    others, (out, in·kh·kw) for a convolution without groups; a transposed or grouped convolution is another matrix:
-    leave it out through ``params``.
+    after loading a state_dict, attach again and training goes on bit for bit. A copy or a pickle of the optimizer goes
+    on whitening its own parameters; a new ``whiten`` on it takes the place of what it brought along. A step is a whole
+    call of ``optimizer.step``, compiled or not, however often a closure is evaluated or ``super().step()`` called
+    within it. A weight that the step leaves as it was (skipped, no gradient) is not touched. A weight of more than two
+    axes is the matrix of its first axis against all others, (out, in·kh·kw) for a convolution without groups; a
+    transposed or grouped convolution is another matrix: leave it out through ``params``.
 
     *Biases are left alone.* Turning b by the R of W would keep the Gram of [W b] as well, the matrix that belongs to
     the features (H, 1). But (FLE) holds for WᵀW by itself, bias or not. And to first order W's whitened step is −η
@@ -222,11 +229,18 @@ def whiten(
     *Momentum buffers* are not turned either: R* W⁺ is W⁺ brought back to the output coordinates of W, and the
     gradients in the buffer are in those.
 
+    *What is not finite stops the step.* A gradient with NaN or infinite entries, of any parameter of the optimizer, is
+    an error before anything has moved. What only the step brings about (a gradient from a closure, an overflow) is an
+    error after it: all parameters are put back to where they were, but the optimizer's state (momentum buffers, step
+    counts) is what the step made it. An optimizer that skips such steps itself, a fused one under a gradient scaler,
+    goes on doing so.
+
     R* W⁺ Wᵀ is positive semi-definite, so det W keeps its sign: such steps do not take a square W through a singular
     one (up to what the shortcut of ``nearest_with_same_gram`` does not resolve).
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any ``torch.optim.Optimizer``. Of one around another optimizer (SAM, Lookahead), the inner one, whose
+            steps are then whitened.
         params: the parameters to whiten, each of at least two axes and in the optimizer. Default: at each step, all of
             the optimizer's that have at least two axes and require a gradient.
         keep: "gram", or "rotation" for the other half of the step: R*ᵀ W, which turns W as the step turned it and
@@ -240,11 +254,13 @@ def whiten(
         A handle with ``remove()``.
 
     Raises:
-        TypeError: a parameter is complex, or (at the step) has a sparse gradient.
+        TypeError: no optimizer, no parameters, a solver that cannot be called; a parameter is complex, or (at the step)
+            has a sparse gradient.
         ValueError: ``keep`` is neither of the two; ``params`` is empty; a given parameter is not in the optimizer, or
-            has fewer than two axes.
-        FloatingPointError: at the step, a weight with NaN or infinite entries (not looked for with a solver of one's
-            own).
+            has fewer than two axes or no values yet; a parameter is whitened already; an optimizer around another one,
+            or a differentiable one.
+        FloatingPointError: at the step, a gradient or a weight with NaN or infinite entries, named as the optimizer
+            knows it: it has names if it was made with ``model.named_parameters()``.
 
     Example:
         >>> import torch
@@ -260,58 +276,194 @@ def whiten(
     """
     if keep not in ("gram", "rotation"):
         raise ValueError(f"keep is {keep!r}; pass 'gram' or 'rotation'")
-    chosen = None if params is None else list(params)
-    if chosen == []:
-        raise ValueError("params is empty, or an iterator that was used up; pass weights, or None for all")
-    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for p in chosen or ():
-        if id(p) not in ours:
-            raise ValueError(f"params has a tensor of shape {tuple(p.shape)} that is not in the optimizer")
-        if p.ndim < 2:
-            raise ValueError(f"params has a tensor of shape {tuple(p.shape)}: a weight to whiten has 2 or more axes")
-    before: list[tuple[Tensor, Tensor]] = []
+    if not callable(solver):
+        raise TypeError(f"solver: got a {type(solver).__name__}; pass a function from W W⁺ᵀ to R, e.g. polar_factor")
+    check_optimizer(optimizer, (p for _, p in _named(optimizer)) if isinstance(optimizer, Optimizer) else ())
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("the optimizer is differentiable, and the rotation is not; pass differentiable=False to it")
+    whitening = _Whitening(_chosen(params, optimizer), keep, solver)
+    for name, p in whitening.targets(optimizer):  # complain now of what is wrong now
+        check_floating(name, p)
+        _check_wide(name, p)
+        check_finite(name, p)
+    _make_room(optimizer, whitening)
+    optimizer.register_step_pre_hook(whitening.before_step)
+    optimizer.register_step_post_hook(whitening.after_step)
+    # torch leaves hooks out of copies and pickles, which would then make plain steps without a word.
+    optimizer.__getstate__ = functools.partial(_state_with_whitening, optimizer)
+    return WhiteningHandle(optimizer, whitening)
 
-    def targets() -> list[Tensor]:
-        every = chosen
-        if every is None:
-            every = [p for group in optimizer.param_groups for p in group["params"] if p.ndim >= 2]
-        every = list({id(p): p for p in every if p.requires_grad}.values())  # a tied weight is turned once
-        for p in every:
+
+class _Whitening:
+    """The hooks of one call of ``whiten``. It holds no optimizer, so a copy can belong to another one."""
+
+    def __init__(self, chosen: list[Tensor] | None, keep: str, solver: Callable[[Tensor], Tensor]):
+        self.chosen, self.keep, self.solver = chosen, keep, solver
+        self.copied = False
+        self._before: list[tuple[str, Tensor, Tensor, bool]] = []  # name, parameter, old values, whether to whiten it
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"copied": True, "_before": []}
+
+    def within_reach(self, optimizer: Optimizer) -> dict[Tensor, str]:
+        """The parameters to whiten, frozen ones too, and what to call them; a tied weight is one."""
+        wanted = None if self.chosen is None else set(self.chosen)
+        named = {p: name for name, p in _named(optimizer) if not is_lazy(p) and p.ndim >= 2}
+        return {p: name for p, name in named.items() if wanted is None or p in wanted}
+
+    def targets(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """The parameters to whiten at this step, by name."""
+        found = [(name, p) for p, name in self.within_reach(optimizer).items() if p.requires_grad]
+        for name, p in found:
             if p.is_complex():
-                raise TypeError(f"parameter of shape {tuple(p.shape)} is {p.dtype}: only real weights can be whitened")
+                raise TypeError(f"{name}, of shape {tuple(p.shape)} is {p.dtype}: only real weights can be whitened")
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
-                    f"parameter of shape {tuple(p.shape)} has a sparse gradient, and a rotation changes every row: "
+                    f"{name}, of shape {tuple(p.shape)} has a sparse gradient, and a rotation changes every row: "
                     "leave it out through params, or use a dense gradient"
                 )
-        return every
+        return found
 
+    @torch._disable_dynamo  # in a compiled step too, this is no part of what is compiled
     @torch.no_grad()
-    def save(*_) -> None:
-        before[:] = [(p, p.clone()) for p in targets()]
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Keep what the parameters are, if the step may be made."""
+        if is_nested_step(optimizer):
+            return
+        self._before = []
+        whitened = {p for _, p in self.targets(optimizer)}
+        stepped = {p: name for name, p in _named(optimizer) if p.grad is not None}
+        # A closure has the gradients yet to come; under GradScaler, a fused optimizer itself skips what is not finite.
+        if not has_closure(args, kwargs) and getattr(optimizer, "found_inf", None) is None:
+            _check_all_finite([(f"the gradient of {name}", p.grad) for p, name in stepped.items()])
+        named = {p: name for name, p in _named(optimizer) if p.requires_grad and not is_lazy(p)} | stepped
+        self._before = [(name, p, p.clone(), p in whitened) for p, name in named.items()]
 
+    @torch._disable_dynamo
     @torch.no_grad()
-    def rotate(*_) -> None:
-        for p, old in before:
-            if p.numel() == 0 or torch.equal(p, old):
-                continue
-            target, kept = old.flatten(1), p.flatten(1)  # turn kept until it is nearest to target
-            if keep == "rotation":
-                target, kept = kept, target
-            if solver is polar_factor:
-                try:
-                    new = nearest_with_same_gram(before=target, after=kept)
-                except ValueError as error:
-                    raise FloatingPointError(f"{error}: lower the learning rate, or look at the data") from error
-            else:
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                target, kept = target.to(dtype), kept.to(dtype)
-                new = solver(target @ kept.mT) @ kept
-            p.copy_(new.view(p.shape))
-        before.clear()
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Turn the weights that the step changed, or put all back where that cannot be done."""
+        if is_nested_step(optimizer):
+            return
+        before, self._before = self._before, []
+        try:
+            changed = [each for each in before if each[1].numel() and not torch.equal(each[1], each[2])]
+            _check_all_finite([(f"{name} after the step", p) for name, p, _, _ in changed])
+            for name, p, old, whitened in changed:
+                if whitened:
+                    p.copy_(self._rotated(name, old.flatten(1), p.flatten(1)).view(p.shape))
+        except BaseException:
+            for _, p, old, _ in before:
+                p.copy_(old)
+            raise
 
-    targets()  # complain now of what is wrong now
-    return WhiteningHandle([optimizer.register_step_pre_hook(save), optimizer.register_step_post_hook(rotate)])
+    def _rotated(self, name: str, target: Tensor, kept: Tensor) -> Tensor:
+        """The weight ``kept`` turned until it is nearest to ``target``."""
+        if self.keep == "rotation":
+            target, kept = kept, target
+        try:
+            if self.solver is polar_factor:
+                return nearest_with_same_gram(before=target, after=kept)
+            dtype = torch.promote_types(kept.dtype, torch.float32)
+            target, kept = target.to(dtype), kept.to(dtype)
+            M = target @ kept.mT
+            R = self.solver(M)
+            check_tensor("the solver's R", R)
+            if R.shape != M.shape:
+                raise ValueError(f"the solver's R has shape {tuple(R.shape)}; it must be {tuple(M.shape)}, as W W⁺ᵀ is")
+            rotated = R @ kept
+            check_finite("the rotated weight", rotated)
+            return rotated
+        except ValueError as error:
+            raise FloatingPointError(f"{name} after the step: {error}{_STOPPED}") from error
+
+
+_STOPPED = ": lower the learning rate, or look at the data; every parameter is as it was before the step"
+
+
+def _check_all_finite(named: list[tuple[str, Tensor]]) -> None:
+    """Raise ``FloatingPointError`` naming the first of the tensors that is not finite."""
+    for name, tensor in named:
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor._values()
+        try:
+            check_finite(name, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        except ValueError as error:
+            raise FloatingPointError(f"{error}{_STOPPED}") from error
+
+
+def _named(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """An optimizer's parameters, by the names that it was given or by their places."""
+    for i, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names")
+        for j, p in enumerate(group["params"]):
+            yield (f"parameter {names[j]!r}" if names else f"parameter {j} of group {i}"), p
+
+
+def _chosen(params: Iterable[Tensor] | None, optimizer: Optimizer) -> list[Tensor] | None:
+    """The parameters that the caller names, checked; None for all."""
+    if params is None:
+        return None
+    if isinstance(params, (Tensor, nn.Module, str)) or not isinstance(params, Iterable):
+        hint = {Tensor: ", [weight]", nn.Module: ", module.parameters()"}
+        hint = next((hint[kind] for kind in hint if isinstance(params, kind)), "")
+        raise TypeError(f"params: got a {type(params).__name__}; pass an iterable of parameters{hint}, or None for all")
+    chosen = list(params)
+    if not chosen:
+        raise ValueError("params is empty, or an iterator that was used up; pass weights, or None for all")
+    ours = {id(p) for _, p in _named(optimizer)}
+    for p in chosen:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params holds a {type(p).__name__}; pass the parameters themselves, without their names")
+        shape = "not known yet" if is_lazy(p) else tuple(p.shape)
+        if id(p) not in ours:
+            raise ValueError(f"params has a tensor of shape {shape} that is not in the optimizer")
+        if is_lazy(p):
+            raise ValueError("params has a lazy parameter, without a shape yet; run the model once on a batch first")
+        if p.ndim < 2:
+            raise ValueError(f"params has a tensor of shape {shape}: a weight to whiten has 2 or more axes")
+    return chosen
+
+
+# ---- what is attached to an optimizer ----
+
+
+def _whitenings(optimizer: Optimizer) -> list[_Whitening]:
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values())
+    return [owner for owner in owners if isinstance(owner, _Whitening)]
+
+
+def _make_room(optimizer: Optimizer, whitening: _Whitening) -> None:
+    """Raise for a parameter that is whitened already, unless by what a copy of an optimizer brought along."""
+    ours = whitening.within_reach(optimizer)
+    for other in _whitenings(optimizer):
+        shared = [name for p, name in other.within_reach(optimizer).items() if p in ours]
+        if shared and not other.copied:
+            raise ValueError(f"{shared[0]} is whitened already; call remove() on the handle of that first")
+        if shared:
+            _detach(optimizer, other)
+
+
+def _detach(optimizer: Optimizer, whitening: _Whitening) -> None:
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is whitening]:
+            del hooks[key]
+    if not _whitenings(optimizer):
+        vars(optimizer).pop("__getstate__", None)
+
+
+def _state_with_whitening(optimizer: Optimizer) -> dict:
+    """What a copy or a pickle of the optimizer is made from: torch's own, and the hooks of ``whiten`` with it.
+
+    The keys of torch's hooks are numbers that it counts up in each process; a whitening itself is a key that no hook
+    registered later can have.
+    """
+    whitenings = _whitenings(optimizer)
+    return type(optimizer).__getstate__(optimizer) | {
+        "_optimizer_step_pre_hooks": OrderedDict((each, each.before_step) for each in whitenings),
+        "_optimizer_step_post_hooks": OrderedDict((each, each.after_step) for each in whitenings),
+        "__getstate__": functools.partial(_state_with_whitening, optimizer),
+    }
 
 
 def _small_rotation(cross: Float[Tensor, "k k"], cross_step: Float[Tensor, "k k"]) -> Float[Tensor, "k k"] | None:
@@ -357,7 +509,7 @@ def _polar_by_products(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch 
     X = M if wide else M.mT
     m, n = X.shape[-2:]
     tiny = torch.finfo(X.dtype).tiny
-    X = X / X.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(tiny)
+    X = _over_largest(X)
     X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp_min(tiny)
     X = X + 1e-14 * torch.eye(m, n, dtype=X.dtype, device=X.device)
     X = X / torch.linalg.matrix_norm(X, keepdim=True)
@@ -381,7 +533,39 @@ def _float32_products_are_full() -> bool:
         return False
 
 
+def _over_largest(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
+    """Each matrix over its largest magnitude: neither 1e-200 nor 1e200 under- or overflows in products of it."""
+    return M / M.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
+
+
 def _check_matrices(M: Tensor) -> None:
     check_floating("M", M, "e.g. M.double()")
+    _check_wide("M", M)
     if M.ndim < 2 or 0 in M.shape:
         raise ValueError(f"M: got shape {tuple(M.shape)}; pass (..., m, n) with no empty axis")
+    check_finite("M", M[..., :0])  # that it has numbers at all; what they are is looked at where it costs least
+
+
+def _check_wide(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.itemsize < 2:
+        raise TypeError(f"{name}: got a {tensor.dtype} tensor, which PyTorch cannot multiply; pass {name}.float()")
+
+
+def _check_pair(before: Tensor, after: Tensor) -> None:
+    """Two real matrices of one shape, dtype and device, that hold numbers."""
+    weights = {"before": before, "after": after}
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        for what in ("dtype", "device"):
+            if getattr(before, what) != getattr(after, what):
+                raise ValueError(f"before is {getattr(before, what)}, after {getattr(after, what)}: they must agree")
+    for name, weight in weights.items():
+        check_tensor(name, weight)
+        _check_wide(name, weight)
+    if before.shape != after.shape:
+        raise ValueError(f"before has shape {tuple(before.shape)}, after {tuple(after.shape)}: they must agree")
+    if before.ndim != 2 or before.numel() == 0 or not before.is_floating_point():
+        raise ValueError(
+            f"weights have shape {tuple(before.shape)} and dtype {before.dtype}; pass real matrices (k, d), not empty"
+        )
+    for name, weight in weights.items():
+        check_finite(name, weight[:0])  # that it has numbers at all

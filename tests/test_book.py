@@ -63,7 +63,75 @@ BAD = {
     "class-word": ({"digit_b": "boot"}, "digit_b is 'boot'"),
     "class-none": ({"digit_b": ""}, "digit_b is ''"),
     "results-number": ({"results_dir": 3}, "path of a folder"),
+    "results-empty": ({"results_dir": ""}, "path of a folder"),
+    "results-none": ({"results_dir": None}, "path of a folder"),
+    "results-typo": ({"results_dir": "/typo"}, "results_dir is '/typo', and there is no such folder"),
+    "results-typo-above": ({"results_dir": "/no/typo", "profile": "paper"}, "there is no folder '/no'"),
+    "results-below-file": ({"results_dir": f"{__file__}/x", "profile": "paper"}, "there is no folder"),
+    "results-nobody": ({"results_dir": "~nobody-has-this-name/x"}, "cannot be looked at"),
+    "results-null": ({"results_dir": "a\0b"}, "cannot be looked at"),
+    "results-surrogate": ({"results_dir": "\ud800"}, "cannot be looked at"),
+    "results-long": ({"results_dir": "x" * 300}, "cannot be looked at"),
+    "profile-case": ({"profile": "Paper"}, "'Paper'.*'quick', 'paper'"),
+    "profile-none": ({"profile": None}, "profile is None"),
+    "device-empty": ({"device": ""}, "device is ''"),
+    "device-number": ({"device": 0}, "device is 0"),
+    "device-apple": ({"device": "mps"}, "device is 'mps'"),
+    "dataset-none": ({"dataset": None}, "no data set None"),
+    "dataset-empty": ({"dataset": ""}, "no data set ''"),
+    "folder-empty": ({"dataset": "folder:"}, "no folder ''; pass folder:PATH"),
+    "folder-typo": ({"dataset": "folder:/typo"}, "no folder '/typo'; pass folder:PATH"),
+    "class-float": ({"digit_a": 3.0}, "digit_a is 3.0"),
+    "class-true": ({"digit_a": True}, "digit_a is True"),
 }
+
+
+NO_SEEDS = [
+    "",
+    " ",
+    "None",
+    "True",
+    "-1",
+    "1e3",
+    "3.5",
+    "0 1",
+    "0,,1",
+    "0,1,",
+    "[]",
+    "[0, 0]",
+    "[0, 'a']",
+    "[[0]",
+    "[0,1)",
+]
+NO_SEEDS += ["²", "٣", "'0'", "00,0", "9" * 5000, str(2**53 + 1), None, True, False, 1.0, 1e3, -1, 10**30, [], [0, 0]]
+NO_SEEDS += [[0, True], [1.0], [[0]], {0}, {0: 1}, ["0"], [None]]
+
+
+@pytest.mark.parametrize("seeds", NO_SEEDS, ids=lambda seeds: repr(seeds)[:20])
+def test_what_are_no_seeds_is_refused_in_one_wording(seeds, unchecked):
+    with pytest.raises(ValueError, match=r"seeds is .*; pass a list of different integers of at least 0 and at most"):
+        unchecked.book.check_parameters(seeds=seeds, device="cpu")
+
+
+def test_seeds_may_be_one_and_large():
+    for seeds in ("0", 0, [0], "[0]"):
+        assert book.check_parameters(seeds=seeds, device="cpu").seeds == (0,)
+    assert book.check_parameters(seeds=2**53, device="cpu").seeds == (2**53,)
+
+
+def test_a_new_folder_of_results_is_for_the_paper_profile_and_said(tmp_path, capsys):
+    new = tmp_path / "new ü"
+    run = book.check_parameters(profile="paper", results_dir=str(new), device="cpu")
+    assert run.results_dir == new
+    assert (
+        capsys.readouterr().out
+        == f"results_dir is {str(new)!r}, a new folder: runs that are finished will be stored there\n"
+    )
+    assert not new.exists()
+    new.mkdir()
+    for profile in book.PROFILES:
+        assert book.check_parameters(profile=profile, results_dir=str(new), device="cpu").results_dir == new
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -255,6 +323,26 @@ def test_a_page_with_a_warning_is_not_kept(small_book):
     with pytest.raises(book.BookError, match=r"01_tiny.ipynb, cell \S+ wrote on stderr: .*an old way"):
         book.refresh_outputs(chapter)
     assert chapter.read_bytes() == before
+
+
+def test_a_full_disk_spares_the_page(small_book, monkeypatch):
+    chapter = small_book / "book" / "01_tiny.ipynb"
+    before = chapter.read_bytes()
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(book.os, "fsync", fail)
+    with pytest.raises(book.BookError, match=r"could not be written, and is as it was \(No space left on device\)"):
+        book.refresh_outputs(chapter)
+    assert chapter.read_bytes() == before
+    assert [path.name for path in chapter.parent.iterdir() if path.suffix != ".md"] == [chapter.name]
+
+
+def test_a_folder_among_the_results_does_not_stop_a_build(small_book):
+    (small_book / "results" / "demo").mkdir()
+    (small_book / "results" / "demo" / "x.json").mkdir()
+    assert book.build()[1] == ["01_tiny"]
 
 
 # ---- the committed notebooks ----

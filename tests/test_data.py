@@ -1,12 +1,19 @@
 """The data sets: what they hold, and that missing or damaged files are named and never read as wrong data."""
 
+import errno
 import hashlib
 import importlib.util
+import io
 import os
 import pickle
+import resource
 import struct
+import tarfile
 import zipfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +243,48 @@ def test_modular_addition_holds_every_pair_once_across_its_splits():
     assert sets.num_classes == 61
 
 
+BAD_DRAWS = {
+    "n of 0": ("swiss_roll", (0,), {}, "n is 0; pass a whole number of at least 1"),
+    "negative n": ("staircase", (-1,), {}, "n is -1; pass a whole"),
+    "fractional n": ("swiss_roll", (1.5,), {}, "n is 1.5; pass a whole"),
+    "n as text": ("staircase", ("3",), {}, "n is '3'; pass a whole"),
+    "no n": ("swiss_roll", (None,), {}, "n is None; pass a whole"),
+    "true n": ("staircase", (True,), {}, "n is True; pass a whole"),
+    "negative noise": ("swiss_roll", (3,), {"noise": -0.5}, r"noise is -0\.5; pass a number from 0 to 1e\+06"),
+    "NaN noise": ("swiss_roll", (3,), {"noise": float("nan")}, "noise is nan; pass a number"),
+    "noise as text": ("swiss_roll", (3,), {"noise": "1"}, "noise is '1'; pass a number"),
+    "no turns": ("swiss_roll", (3,), {"turns": 0}, "turns is 0; pass a number from 0.01 to 1000"),
+    "infinite turns": ("swiss_roll", (3,), {"turns": float("inf")}, "turns is inf; pass a number"),
+    "turns beyond float32": ("swiss_roll", (3,), {"turns": 1e200}, r"turns is 1e\+200; pass a number"),
+    "negative seed": ("swiss_roll", (3,), {"seed": -1}, "seed is -1; pass a whole number of at least 0"),
+    "fractional seed": ("staircase", (3,), {"seed": 1.5}, "seed is 1.5; pass a whole"),
+    "no seed": ("staircase", (3,), {"seed": None}, "seed is None; pass a whole"),
+    "large seed": ("staircase", (3,), {"seed": 2**64}, r"seed is \d+; pass a whole number below 2\*\*64"),
+    "no dimension": ("staircase", (3,), {"dimension": 0}, "dimension is 0; pass a whole number of at least 1"),
+    "fractional dimension": ("staircase", (3,), {"dimension": 2.5}, "dimension is 2.5; pass a whole"),
+    "fractional degree": ("staircase", (3,), {"degree": 1.5}, "degree is 1.5; pass a whole number from 1 to .* 10"),
+    "degree as text": ("staircase", (3,), {"degree": "3"}, "degree is '3'; pass a whole"),
+    "modulus of 0": ("modular_addition", (0,), {}, "modulus is 0; pass a whole number of at least 1"),
+    "negative modulus": ("modular_addition", (-1,), {}, "modulus is -1; pass a whole"),
+    "no modulus": ("modular_addition", (None,), {}, "modulus is None; pass a whole"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DRAWS)
+def test_what_cannot_be_drawn_is_named(case, unchecked):
+    name, arguments, options, words = BAD_DRAWS[case]
+    with pytest.raises(ValueError, match=words):
+        getattr(unchecked.data, name)(*arguments, **options)
+
+
+def test_counts_may_be_of_any_integer_type(unchecked):
+    for n in (np.int64(4), np.uint8(4), torch.tensor(4)):
+        assert torch.equal(unchecked.data.swiss_roll(n)[0], data.swiss_roll(4)[0])
+        assert torch.equal(unchecked.data.staircase(4, dimension=n, degree=n)[1], data.staircase(4, dimension=4)[1])
+    inputs, classes = data.modular_addition(1)
+    assert (inputs.tolist(), classes.tolist()) == ([[1.0, 1.0]], [0])
+
+
 # ---- Names, arguments, directory ----------------------------------------------------------------------------------
 
 
@@ -255,6 +304,57 @@ def test_image_size_is_refused_where_it_means_nothing(tmp_path):
         data.load(f"folder:{make_tree(tmp_path / 'tree')}", image_size=0)
 
 
+@pytest.mark.parametrize("size", [-1, 1.5, True, "3"])
+def test_an_image_size_that_is_no_whole_number_is_refused(size, root, tmp_path, unchecked):
+    tree = make_tree(tmp_path / "tree")
+    with pytest.raises(ValueError, match=rf"image_size is {size!r}; pass the side in pixels, a whole number"):
+        unchecked.data.load(f"folder:{tree}", image_size=size)
+    assert unchecked.data.load(f"folder:{tree}", image_size=np.int64(3)).train_inputs.shape == (6, 3, 3, 3)
+
+
+@pytest.mark.parametrize("name", [None, 3, b"digits", Path("/images")])
+def test_a_name_that_is_no_string_is_refused(name, unchecked):
+    for call in (unchecked.data.load, unchecked.data.get):
+        with pytest.raises(TypeError) as caught:
+            call(name)
+        assert str(caught.value) == f"name is {name!r}; pass a string, one of `gramlin data list` or 'folder:PATH'"
+
+
+def test_names_that_are_misspelt_empty_or_without_a_path_are_refused_in_a_line():
+    with pytest.raises(ValueError, match=r"no data set 'mnst' \(did you mean 'mnist'\?\)"):
+        data.load("mnst")
+    with pytest.raises(ValueError, match="no data set ''; pass one of"):
+        data.load("")
+    for name in ("folder:", "folder: "):
+        with pytest.raises(ValueError, match=rf"name is '{name}', without a path; pass 'folder:PATH', or 'folder:\.'"):
+            data.load(name)
+    with pytest.raises(ValueError, match="the folder is '~nobody-here/x', a home that is not known here"):
+        data.load("folder:~nobody-here/x")
+
+
+def test_a_folder_in_the_users_home_is_found(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tree = make_tree(tmp_path / "tree")
+    assert_same(data.load("folder:~/tree"), data.load(f"folder:{tree}"))
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99", "meta", "", None, 3.5])
+def test_a_device_that_is_not_there_is_named_with_those_that_are(device, root, tmp_path, unchecked, monkeypatch):
+    tree = make_tree(tmp_path / "tree")
+    forbid_decoding(monkeypatch)
+    for name in ("digits", f"folder:{tree}"):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 the words are compared whole
+            unchecked.data.load(name, device=device)
+        assert str(caught.value).startswith(f"device is {device!r}, which PyTorch does not have here; it has cpu")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="device is 'cuda', which PyTorch does not have here; it has cpu"):
+        data.load("digits", device="cuda")
+
+
 def test_the_data_directory_is_the_argument_then_the_environment_then_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAMLIN_DATA", str(tmp_path / "environment"))
     assert data.data_directory(tmp_path / "argument") == tmp_path / "argument"
@@ -262,6 +362,28 @@ def test_the_data_directory_is_the_argument_then_the_environment_then_the_users_
     monkeypatch.delenv("GRAMLIN_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert data.data_directory().name == "gramlin"
+    monkeypatch.setenv("GRAMLIN_DATA", "")
+    assert data.data_directory().name == "gramlin", "an empty variable is not set"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GRAMLIN_DATA", "~/data")
+    assert data.data_directory() == tmp_path / "data"
+
+
+def test_a_data_directory_that_is_no_folder_is_named(tmp_path, monkeypatch, unchecked):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("GRAMLIN_DATA", str(file))
+    for call in (data.load, data.get):
+        with pytest.raises(ValueError, match=rf"the folder of data, {file}, is a file; set \$GRAMLIN_DATA to a folder"):
+            call("mnist")
+    with pytest.raises(ValueError, match=rf"the folder of data, {file}, is a file; pass the path of a folder"):
+        data.load("mnist", data_dir=file)
+    assert data.load("digits").num_classes == 10, "a set that is made here needs no directory"
+    for wrong in ("", 3, b"data"):
+        with pytest.raises(ValueError, match=rf"data_dir is {wrong!r}; pass the path of a folder, or None"):
+            unchecked.data.load("mnist", data_dir=wrong)
+    with pytest.raises(ValueError, match="data_dir is '~nobody-here', a home that is not known here"):
+        data.load("mnist", data_dir="~nobody-here")
 
 
 def test_a_data_set_is_shown_in_a_line_without_its_values():
@@ -314,6 +436,21 @@ def test_a_failed_download_names_the_set_and_the_directory(root, monkeypatch):
     monkeypatch.setattr(data, "_torchvision_class", lambda name: no_network)
     with pytest.raises(data.DataError, match=r"mnist could not be downloaded into .*data: no route to host"):
         data.get("mnist")
+
+
+def test_a_failed_download_is_told_in_a_line(root, tmp_path, monkeypatch):
+    def no_network(*arguments, **options):
+        raise RuntimeError("Error downloading train.gz:\n<urlopen error>\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_torchvision_class", lambda name: no_network)
+        with pytest.raises(
+            data.DataError, match=r"mnist could not be .*: Error downloading train\.gz: <urlopen error>$"
+        ):
+            data.get("mnist")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(data.DataError, match=r"mnist could not be downloaded into .*file/data: .*Not a directory"):
+        data.get("mnist", data_dir=tmp_path / "file" / "data")
 
 
 def test_loading_never_downloads(root, monkeypatch):
@@ -378,6 +515,17 @@ def test_mnist_values_are_the_bytes_of_the_files_over_255(small_mnist):
         expected = torch.from_numpy(pixels / np.float32(255))[:, None]
         torch.testing.assert_close(getattr(sets, f"{split}_inputs"), expected, atol=0, rtol=0)
         assert getattr(sets, f"{split}_targets").tolist() == labels.tolist()
+
+
+def test_files_of_torchvisions_old_versions_are_not_read_in_place_of_the_checked_ones(small_mnist, root):
+    # torchvision takes processed/*.pt, where they are, and never looks at the files whose sums were checked.
+    folder = root / "MNIST" / "processed"
+    folder.mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save((torch.full((2, 28, 28), 99, dtype=torch.uint8), torch.ones(2, dtype=torch.long)), folder / name)
+    sets = data.load("mnist")
+    assert len(sets.train_inputs) == 5
+    assert torch.equal(sets.test_inputs[:, 0], torch.from_numpy(small_mnist["t10k"][0] / np.float32(255)))
 
 
 def flipped(content: bytes, position: int) -> bytes:
@@ -450,6 +598,68 @@ def test_a_damaged_cifar_batch_is_named_and_never_unpickled(small_cifar, root):
     path = root / "cifar-10-batches-py" / "data_batch_3"
     path.write_bytes(flipped(path.read_bytes(), 40))
     with pytest.raises(data.DataError, match=r"data_batch_3 is damaged.*`gramlin data get cifar10`"):
+        data.load("cifar10")
+
+
+class Payload:
+    """What creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_the_payload_of_these_tests_works(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["data_batch_1", "test_batch", "batches.meta"])
+def test_a_pickle_in_the_place_of_a_cifar_batch_is_named_and_not_executed(name, small_cifar, root, tmp_path):
+    path = root / "cifar-10-batches-py" / name
+    path.write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    for call in (data.load, data.get):
+        with pytest.raises(data.DataError, match=rf"{name} is damaged.*`gramlin data get cifar10`"):
+            call("cifar10")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_in_the_cache_is_named_and_not_executed(root, tmp_path):
+    name = f"folder:{make_tree(tmp_path / 'tree')}"
+    data.load(name)
+    cache = only_cache(root)
+    with np.load(cache) as file:
+        arrays = dict(file)
+    np.savez(cache, **{**arrays, "classes": np.array([Payload(tmp_path / "executed")], dtype=object)})
+    with pytest.raises(data.DataError, match="Object arrays cannot be loaded") as caught:
+        data.load(name)
+    assert str(caught.value).startswith(str(cache))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_archive_with_members_outside_is_not_unpacked(root, tmp_path, monkeypatch):
+    def served(url, path, **options):
+        with tarfile.open(path, "w:gz") as archive:
+            for name in ("../../outside", "cifar-10-batches-py/data_batch_1"):
+                member = tarfile.TarInfo(name)
+                member.size = 4
+                archive.addfile(member, io.BytesIO(b"evil"))
+
+    monkeypatch.setattr(torchvision.datasets.utils, "_get_redirect_url", lambda url, **options: url)
+    monkeypatch.setattr(torchvision.datasets.utils, "_urlretrieve", served)
+    with pytest.raises(data.DataError, match=r"cifar10 could not be downloaded into .*corrupted"):
+        data.get("cifar10")
+    assert [path.name for path in root.iterdir()] == ["cifar-10-python.tar.gz"]
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(small_cifar, root):
+    path = root / "cifar-10-batches-py" / "data_batch_2"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(data.DataError, match=r"data_batch_2 cannot be read \(Is a directory\)"):
         data.load("cifar10")
 
 
@@ -570,10 +780,11 @@ def test_image_size_makes_differing_sizes_one_and_is_cached_apart(root, tmp_path
     assert len(list((root / "cache").iterdir())) == 2
 
 
-def test_classes_that_differ_between_the_splits_are_named(root, tmp_path):
-    tree = make_tree(tmp_path / "tree")
-    (tree / "test" / "bee").rename(tree / "test" / "wasp")
-    with pytest.raises(data.DataError, match=r"tree: train and test must have the same classes.*bee, wasp"):
+def test_classes_that_train_lacks_are_named(root, tmp_path):
+    tree = make_tree(tmp_path / "tree", classes=("ant", "bee", "wasp"))
+    for name in ("bee", "wasp"):
+        (tree / "train" / name).rename(tmp_path / name)
+    with pytest.raises(data.DataError, match=r"tree: test has classes that train lacks, bee, wasp; add images of them"):
         data.load(f"folder:{tree}")
 
 
@@ -629,11 +840,14 @@ def test_files_that_are_no_images_are_left_out(root, tmp_path):
     assert_same(data.load(f"folder:{tree}"), before)
 
 
-def test_images_of_more_than_eight_bits_are_refused_not_clipped(root, tmp_path):
+def test_images_of_more_than_eight_bits_are_not_clipped(root, tmp_path):
     tree = make_tree(tmp_path / "tree", mode="L")
     path = tree / "train" / "ant" / "1.png"
     Image.fromarray(np.full((4, 5), 40_000, np.uint16)).save(path)
-    with pytest.raises(data.DataError, match=r"ant/1\.png has more than 8 bits a channel"):
+    assert torch.equal(data.load(f"folder:{tree}").train_inputs[1], torch.full((1, 4, 5), 40_000 / 65535))
+    path.unlink()
+    Image.fromarray(np.full((4, 5), 40_000, np.int32)).save(path.with_suffix(".tif"))
+    with pytest.raises(data.DataError, match=r"ant/1\.tif has .* other numbers than of 8 or 16 bits"):
         data.load(f"folder:{tree}")
 
 
@@ -739,6 +953,104 @@ def test_a_cache_of_other_arrays_is_reported(root, tmp_path):
         data.load(name)
 
 
+def test_a_cache_of_arrays_that_do_not_fit_together_is_reported(root, tmp_path):
+    name = f"folder:{make_tree(tmp_path / 'tree')}"
+    data.load(name)
+    cache = only_cache(root)
+    with np.load(cache) as file:
+        arrays = dict(file)
+    for wrong in (
+        {"train_inputs": arrays["train_inputs"] / 255},
+        {"test_inputs": arrays["test_inputs"][:, 0]},
+        {"train_targets": arrays["train_targets"][:-1]},
+        {"test_targets": arrays["test_targets"] + 1},
+        {"train_targets": arrays["train_targets"] - 1},
+        {"classes": np.arange(2)},
+        {"classes": np.array("ant")},
+    ):
+        np.savez(cache, **{**arrays, **wrong})
+        with pytest.raises(data.DataError, match=r"damaged \(its arrays do not fit together: .*delete it") as caught:
+            data.load(name)
+        assert str(caught.value).startswith(str(cache))
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """Let every write beyond the size fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+UNKEPT = "the decoded images could not be kept in .*{}.* made anew at each load; .* set GRAMLIN_DATA to another folder"
+
+
+def test_a_disk_that_is_full_leaves_a_warning_the_data_and_no_file(root, tmp_path, small_mnist):
+    tree = make_tree(tmp_path / "tree", size=(40, 30))
+    for name in (f"folder:{tree}", "mnist"):
+        with files_of_at_most(3_000), pytest.warns(UserWarning, match=UNKEPT.format("File too large")):
+            sets = data.load(name)
+        assert list((root / "cache").iterdir()) == []
+        assert_same(data.load(name), sets)
+        only_cache(root).unlink()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
+def test_a_data_directory_that_cannot_be_written_leaves_a_warning_and_the_data(
+    function, number, root, tmp_path, monkeypatch
+):
+    def refuse(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    name = f"folder:{make_tree(tmp_path / 'tree')}"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, refuse)
+        with pytest.warns(UserWarning, match=UNKEPT.format(os.strerror(number))) as caught:
+            sets = data.load(name)
+    assert len(caught) == 1
+    assert not list(root.rglob("*.*")), "nothing half written is left"
+    assert_same(data.load(name), sets)
+
+
+def test_a_data_directory_below_a_file_leaves_a_warning_and_the_data(tmp_path):
+    tree = make_tree(tmp_path / "tree")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=UNKEPT.format("Not a directory")):
+        sets = data.load(f"folder:{tree}", data_dir=tmp_path / "file" / "data")
+    assert_same(data.load(f"folder:{tree}", data_dir=tmp_path / "data"), sets)
+
+
+def test_a_directory_with_spaces_and_other_letters_is_made_and_used(tmp_path, monkeypatch):
+    directory = tmp_path / "not there" / "Daten ü 蟻"
+    name = f"folder:{make_tree(tmp_path / 'tree')}"
+    first = data.load(name, data_dir=directory)
+    assert only_cache(directory).suffix == ".npz"
+    forbid_decoding(monkeypatch)
+    assert_same(data.load(name, data_dir=directory), first)
+
+
+def test_loads_at_the_same_time_agree_and_leave_one_file(root, tmp_path):
+    name = f"folder:{make_tree(tmp_path / 'tree', size=(30, 20))}"
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(data.load, [name] * 8))
+    for sets in loaded[1:]:
+        assert_same(sets, loaded[0])
+    assert only_cache(root).suffix == ".npz"
+
+
+def test_a_clock_that_is_set_back_does_not_bring_back_old_images(root, tmp_path):
+    tree = make_tree(tmp_path / "tree")
+    path = tree / "train" / "ant" / "0.png"
+    data.load(f"folder:{tree}")
+    Image.fromarray(np.full((4, 5, 3), 51, np.uint8)).save(path)
+    os.utime(path, (0, 0))
+    assert torch.equal(data.load(f"folder:{tree}").train_inputs[0], torch.full((3, 4, 5), 0.2))
+
+
 def test_an_interrupted_write_leaves_no_file(root, tmp_path, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
@@ -776,8 +1088,24 @@ def test_a_constant_channel_cannot_be_standardized(root, tmp_path):
     tree = make_tree(tmp_path / "tree")
     for path in tree.rglob("*.png"):
         Image.fromarray(np.full((4, 5, 3), 64, np.uint8)).save(path)
+    sets = data.load(f"folder:{tree}")
     with pytest.raises(ValueError, match="constant"):
-        data.standardize(data.load(f"folder:{tree}"))
+        data.standardize(sets)
+    # The rounding of the mean of many equal numbers is no variance.
+    many = replace(sets, train_inputs=torch.full((5_000, 3, 8, 8), 77 / 255))
+    with pytest.raises(ValueError, match="constant"):
+        data.standardize(many)
+
+
+def test_one_pixel_has_no_variance_and_what_is_no_data_set_is_named(unchecked):
+    digits = data.load("digits")
+    with pytest.raises(ValueError, match="constant"):
+        data.standardize(replace(digits, train_inputs=torch.rand(1, 1, 1, 1)))
+    for wrong in (None, digits.train_inputs):
+        with pytest.raises(
+            TypeError, match=f"dataset is a {type(wrong).__name__}; pass what gramlin.data.load returns"
+        ):
+            unchecked.data.standardize(wrong)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "svhn", "mnist", "fashion-mnist"])

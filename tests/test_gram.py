@@ -1,5 +1,7 @@
 """Chapter 1's laws: the Feature Learning Equation, Gram and virtual covariance shifts, AGOP."""
 
+import contextlib
+import functools
 import math
 
 import numpy as np
@@ -271,6 +273,228 @@ def test_agop_takes_images_and_scalar_functions():
 def test_agop_refuses_a_function_that_mixes_samples_or_draws(mixer):
     with pytest.raises(ValueError, match=r"each sample by itself.*\.eval\(\)"):
         agop(nn.Sequential(nn.Linear(5, 3), mixer), torch.randn(4, 5))
+
+
+class Replacing(nn.Module):
+    """Running statistics that are replaced, not changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=0)
+        return x - self.mean
+
+
+class Counting(nn.Module):
+    """Changes a tensor that is no buffer, through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.zeros(2, 2)
+
+    def forward(self, x):
+        self.counts[0] += 1
+        return x * self.counts[0, 0]
+
+
+def ways_to_call(module):
+    """A function of samples around a module, from the nearest to the most hidden."""
+    holder = type("Holder", (), {})()
+    holder.inner = {"net": module}
+    return {
+        "module": module,
+        "compiled": torch.compile(module, backend="eager"),
+        "method": module.forward,
+        "partial": functools.partial(lambda net, x: net(x), module),
+        "closure": lambda x: module(x).tanh(),
+        "hidden": lambda x: holder.inner["net"](x),
+    }
+
+
+WRITERS = {
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "batch norm with mean": lambda: nn.BatchNorm1d(3, momentum=None, affine=False),
+    "replacing": Replacing,
+    "counting": Counting,
+}
+
+
+def traces(module):
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors |= {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("way", ways_to_call(nn.Identity()))
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_refused_agop_leaves_the_model_as_it_was(writer, way, n):
+    if (writer, way) == ("replacing", "hidden"):
+        pytest.skip("a module that the function does not name, and no write to see")
+    module = WRITERS[writer]()
+    inputs = tensors(0, (n, 3))[0].float()
+    before, kept, state = traces(module), inputs.clone(), torch.get_rng_state()
+    function = ways_to_call(module)[way]
+    with contextlib.suppress(ValueError):  # where there is one sample only, not all can be told
+        agop(function, inputs)
+        assert n == 1 or writer == "replacing"
+    after = traces(module)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(inputs, kept)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_agop_takes_a_scripted_module_and_leaves_it():
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    scripted, inputs = torch.jit.script(module), torch.randn(4, 5)
+    before = traces(module)
+    with pytest.raises(ValueError, match="each sample by itself"):
+        agop(scripted, inputs)
+    assert all(torch.equal(before[name], value) for name, value in traces(module).items())
+    torch.testing.assert_close(agop(scripted.eval(), inputs), agop(module.eval(), inputs))
+
+
+def test_what_agop_gives_back_would_have_changed():
+    # The twin: the same calls by themselves leave traces.
+    for make in WRITERS.values():
+        module = make()
+        before = traces(module)
+        module(torch.ones(4, 3))
+        after = traces(module)
+        assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_agop_keeps_what_the_function_makes_for_itself():
+    made = {}
+
+    def function(x):
+        if not made:
+            made["scale"] = torch.empty(3)
+            made["scale"].fill_(2.0)
+        return x * made["scale"]
+
+    assert torch.equal(agop(function, torch.ones(4, 3)), 4 * torch.eye(3))
+    assert torch.equal(made["scale"], torch.full((3,), 2.0))
+
+
+def test_agop_draws_nothing_from_the_callers_random_numbers():
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="draw no random numbers"):
+        agop(lambda x: F.dropout(x, 0.5), torch.ones(4, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_in_place_modules_work_and_leave_the_inputs():
+    torch.manual_seed(0)
+    (inputs,) = tensors(0, (6, 5))
+    kept = inputs.clone()
+    linear = nn.Linear(5, 3).double()
+    in_place = nn.Sequential(nn.ReLU(inplace=True), linear, nn.ELU(inplace=True))
+    plain = nn.Sequential(nn.ReLU(), linear, nn.ELU())
+    torch.testing.assert_close(agop(in_place, inputs), agop(plain, inputs))
+    assert torch.equal(inputs, kept)
+
+
+@pytest.mark.parametrize("way", ways_to_call(nn.Identity()))
+def test_agop_does_not_depend_on_how_the_function_is_reached(way):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    inputs = torch.randn(6, 3)
+    function = ways_to_call(module)[way]
+    expected = agop(lambda x: function(x), inputs)
+    torch.testing.assert_close(agop(function, inputs), expected)
+    assert expected.norm() > 0
+
+
+# ---- extremes of the number range ----
+
+EXTREME = {
+    "gram": lambda g, W, V, s: g.weight_gram(s * W),
+    "gram shift": lambda g, W, V, s: g.gram_shift(s * W, s * V),
+    "virtual shift": lambda g, W, V, s: g.virtual_covariance_shift(s * W, s * V, 0.1),
+    "gap": lambda g, W, V, s: g.second_order_gap(s * W, s * V[:, :2], s * W[:2], 0.1),
+    "agop": lambda g, W, V, s: g.agop(lambda h: s * (h @ V.mT), W),
+}
+
+
+@pytest.mark.parametrize("measure", EXTREME)
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (1e200, "overflows float64; scale .* down"),
+        (1e-200, "underflows float64 to zero; scale .* up"),
+        (5e-322, "underflows float64 to zero"),
+    ],
+)
+def test_products_out_of_range_are_named(measure, scale, words, unchecked):
+    W, V = tensors(0, (4, 5), (4, 5))
+    with pytest.raises(ValueError, match=words):
+        EXTREME[measure](unchecked, W, V, scale)
+    # The twin: near the ends of the range the same call gives numbers, those of the matrices near one.
+    for power, near in ((4 if measure == "gap" else 2, 1e-60), (4 if measure == "gap" else 2, 1e60)):
+        expected = EXTREME[measure](unchecked, W, V, 1.0)
+        assert relative_error(EXTREME[measure](unchecked, W, V, near) / near**power, expected) < TIGHT
+
+
+def test_zeros_are_exact_where_nothing_underflows():
+    zero, (weight,) = torch.zeros(3, 4), tensors(0, (3, 4))
+    assert not weight_gram(zero).any()
+    assert not gram_shift(weight, weight).any()
+    assert not gram_shift(torch.eye(2), torch.tensor([[0.0, -1.0], [1.0, 0.0]])).any()
+    assert not virtual_covariance_shift(weight, weight, 0.0).any()
+    assert not virtual_covariance_shift(torch.eye(2), 2 * torch.eye(2), 1.0).any()  # a virtual update to −H
+    assert not second_order_gap(weight, weight @ weight.mT, torch.zeros(3, 4).double(), 0.0).any()
+    assert not agop(lambda x: 0 * x, weight).any()
+
+
+def test_a_rate_and_gradient_far_apart_are_not_lost_in_the_squared_rate():
+    gradient = torch.tensor([[1e170, 0.0]], dtype=torch.float64)
+    shift = virtual_covariance_shift(torch.zeros(1, 2).double(), gradient, 1e-170)  # lr² alone is zero
+    torch.testing.assert_close(shift, torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    gap = second_order_gap(torch.ones(1, 1).double(), gradient[:, :1], torch.zeros(1, 1).double(), 1e-170)
+    torch.testing.assert_close(gap, torch.ones(1, 1).double())
+
+
+def test_half_precision_that_overflows_is_named():
+    with pytest.raises(ValueError, match="the Gram matrix overflows float16; scale weight down, or pass a wider"):
+        weight_gram(torch.full((3, 2), 300.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e-150, 1e150, 1e200, 1e307])
+def test_ratios_do_not_depend_on_the_scale(scale):
+    W, V = tensors(0, (4, 5), (4, 5))
+    digits = 1e-8 if scale < 1e-300 else TIGHT
+    assert relative_error(scale * V, scale * W) == pytest.approx(relative_error(V, W), rel=digits)
+    assert relative_error(V, W) == pytest.approx(float((V - W).norm() / W.norm()), rel=1e-15)
+    assert matrix_correlation(scale * V, scale * W) == pytest.approx(matrix_correlation(V, W), abs=digits)
+    assert matrix_correlation(scale * V, W) == pytest.approx(matrix_correlation(V, W), abs=digits)
+    assert matrix_correlation(scale * V, W / scale if scale > 1e-300 else W) == pytest.approx(
+        matrix_correlation(V, W), abs=1e-8
+    )
+
+
+def test_relative_errors_far_apart_are_numbers_or_named():
+    tiny, huge = (torch.full((2,), x, dtype=torch.float64) for x in (1e-200, 1e200))
+    assert relative_error(tiny, huge) == 1
+    assert relative_error(-huge * 1e108, huge * 1e108) == 2
+    with pytest.raises(ValueError, match="relative error overflows"):
+        relative_error(huge, tiny)
+    with pytest.raises(ValueError, match="value: 2 NaN"):
+        relative_error(huge * math.nan, huge)
+
+
+def test_sides_out_of_range_are_named():
+    for scale, words in ((1e200, "overflows float64; scale weight and loss down"), (1e-200, "underflows float64")):
+        model = nn.Sequential(nn.Linear(5, 4, bias=False)).double()
+        with torch.no_grad():
+            model[0].weight.mul_(scale)
+        with record(model) as seen:
+            (model(tensors(0, (6, 5))[0]) * scale).sum().backward()
+        with pytest.raises(ValueError, match=words):
+            feature_learning_sides(seen["0"])
 
 
 # ---- correlation ----

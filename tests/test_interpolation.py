@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
 from gramlin import (
@@ -433,3 +435,316 @@ def test_a_model_that_diverged_has_no_count_of_active_units():
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="diverged"):
         active_units(model, torch.rand(4, 1, 2, 2))
+
+
+# ---- images that are almost in [0, 1], and models that have diverged ----
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_images_that_resizing_left_just_outside_the_range_are_taken_as_they_are(antialias):
+    white = torch.ones(3, 2, 33, 50)
+    x = F.interpolate(white, size=(8, 12), mode="bicubic", antialias=antialias).clamp_min(1 + 2**-23)
+    assert x.max() > 1
+    model = small_vae()
+    logits, mean, log_variance = model(x, torch.Generator().manual_seed(0))
+    by_hand = F.softplus(logits) - x * logits  # of the values themselves, which a clip would change
+    assert torch.allclose(model.elbo_terms(x, torch.Generator().manual_seed(0))[0], by_hand.sum((1, 2, 3)))
+    no_divergence = negative_elbo((logits, mean, log_variance), x, beta=0.0)
+    assert no_divergence.item() == pytest.approx(by_hand.sum((1, 2, 3)).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.00001), (-1e-5, 1.0), (-2.0, 3.0)])
+def test_the_range_of_refused_images_shows_what_is_wrong(low, high):
+    x = images()
+    x[0, 0, 0, 0], x[1, 1, 2, 3] = low, high
+    outputs = torch.zeros_like(x), torch.zeros(6, 3), torch.zeros(6, 3)
+    for call in (small_vae().encode, lambda x: negative_elbo(outputs, x)):
+        with pytest.raises(ValueError, match=r"images have values from .* to .*: the Bernoulli") as caught:
+            call(x)
+        shown = [float(word) for word in str(caught.value).split(":")[0].split()[4::2]]
+        assert [torch.tensor(value).item() for value in shown] == [x.min().item(), x.max().item()]
+
+
+def outputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((6, 2, 8, 12), (6, 3), (6, 3))]
+
+
+DIVERGED = {
+    "log-variance": (2, 1000.0, r"exp\(log_variance\) overflows torch.float32, log_variance being as large as 1000"),
+    "log-variance just too large": (2, 89.0, r"exp\(log_variance\) overflows torch.float32, .* as large as 89"),
+    "infinite log-variance": (2, float("inf"), "log_variance has 1 NaN or infinite entries of 18"),
+    "no variance": (2, float("-inf"), "log_variance has 1 NaN or infinite entries of 18"),
+    "mean": (1, -1e30, r"mean² overflows torch.float32, mean being as large as 1e\+30"),
+    "NaN mean": (1, float("nan"), "mean has 1 NaN or infinite entries of 18"),
+    "infinite logits": (0, float("inf"), "logits has 1 NaN or infinite entries of 1152"),
+    "NaN logits": (0, float("nan"), "logits has 1 NaN or infinite entries of 1152"),
+}
+
+
+@pytest.mark.parametrize("case", DIVERGED)
+def test_a_loss_that_is_not_finite_names_its_cause_and_the_remedy(case):
+    which, value, words = DIVERGED[case]
+    made = outputs()
+    made[which].flatten()[4] = value
+    with pytest.raises(FloatingPointError, match=f"{words}.*: the model has diverged; lower the learning rate"):
+        negative_elbo(tuple(made), images())
+
+
+def test_a_sum_that_overflows_names_the_largest_entries():
+    logits, mean, log_variance = outputs(torch.float16)
+    logits[0] = 6e4
+    with pytest.raises(FloatingPointError, match=r"loss overflows torch.float16, .* being 6e\+04 of logits, .* of"):
+        negative_elbo((logits, mean, log_variance), images().half().clamp_max(0.5))
+
+
+@pytest.mark.parametrize(("which", "value"), [(2, 88.0), (2, -1e30), (1, 1e18), (0, 1e30)])
+def test_the_gradient_of_a_loss_that_is_accepted_is_finite(which, value):
+    made = outputs()
+    made[which].flatten()[4] = value
+    for tensor in made:
+        tensor.requires_grad_()
+    assert negative_elbo(tuple(made), images(), beta=0.5).isfinite()
+    negative_elbo(tuple(made), images(), beta=0.5).backward()
+    assert all(tensor.grad.isfinite().all() for tensor in made)
+
+
+def test_training_that_diverges_says_so_where_it_does():
+    model, x = small_vae(), images(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    with pytest.raises(FloatingPointError, match="the model has diverged; lower the learning rate"):
+        train(model, optimizer, x, x, epochs=3, batch_size=16, loss=negative_elbo)
+    with pytest.raises(FloatingPointError, match="diverged"):
+        model.elbo_terms(x)
+
+
+def test_the_loss_can_be_compiled_mapped_and_differentiated(unchecked):
+    negative_elbo = unchecked.negative_elbo  # what checks shapes cannot be compiled
+    made, x = tuple(outputs()), images()
+    expected = negative_elbo(made, x)
+    compiled = torch.compile(negative_elbo, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(made, x), expected)
+
+    def of_one(logits, mean, log_variance, image):
+        return negative_elbo((logits[None], mean[None], log_variance[None]), image[None])
+
+    torch.testing.assert_close(torch.func.vmap(of_one)(*made, x).mean(), expected)
+    slopes = torch.func.vmap(torch.func.grad(of_one, argnums=1))(*made, x)
+    torch.testing.assert_close(slopes, made[1])  # of mean²/2
+    assert negative_elbo(tuple(tensor.to("meta") for tensor in made), x.to("meta")).shape == ()
+
+
+def test_decoding_can_be_compiled_in_one_piece(unchecked):
+    model = at_rest(unchecked)
+    compiled = torch.compile(model.decode, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(Z), model.decode(Z))
+    assert torch.equal(torch.compile(model, backend="eager").encode(X)[0], model.encode(X)[0])
+
+
+# ---- what is no tensor, no decoder, no model ----
+
+
+WRONG = {
+    **{"None": None, "text": "x", "list": [[1.0, 2.0, 3.0]], "number": 3, "NumPy": np.ones((5, 3))},
+    **{"integers": torch.ones(5, 3, dtype=torch.long), "complex": torch.ones(5, 3) + 0j},
+    **{"sparse": torch.eye(5, 3).to_sparse(), "meta": torch.ones(5, 3, device="meta"), "bool": torch.ones(5, 3) > 0},
+    **{"empty": torch.ones(0, 3), "scalar": torch.tensor(0.5)},
+}
+WRONG["fake"] = FakeTensorMode().from_tensor(torch.ones(5, 3))
+
+TAKING = {
+    "encode": (lambda g, bad: at_rest(g).encode(bad), "images"),
+    "decode": (lambda g, bad: at_rest(g).decode(bad), "latents"),
+    "forward": (lambda g, bad: at_rest(g)(bad), "images"),
+    "elbo_terms": (lambda g, bad: at_rest(g).elbo_terms(bad), "images"),
+    "logits": (lambda g, bad: g.negative_elbo((bad, Z, Z), X), "logits"),
+    "log_variance": (lambda g, bad: g.negative_elbo((X, Z, bad), X), "log_variance"),
+    "images": (lambda g, bad: g.negative_elbo((X, Z, Z), bad), "images"),
+    "outputs": (lambda g, bad: g.negative_elbo(bad, X), "outputs"),
+    "active_units": (lambda g, bad: g.active_units(at_rest(g), bad), "images"),
+    "x0": (lambda g, bad: g.interpolate(at_rest(g), bad, X, 3), "x0"),
+    "x1": (lambda g, bad: g.interpolate(at_rest(g), X, bad, 3), "x1"),
+    "z0": (lambda g, bad: g.interpolation_gap(torch.sin, bad, Z), "z0"),
+    "z1": (lambda g, bad: g.decodes_apart(torch.sin, Z, bad), "z1"),
+    "ends of a bound": (lambda g, bad: g.gap_bound(torch.sin, g.fit_linear(Z, Z), bad, Z), "z0"),
+    "ends of a ratio": (lambda g, bad: g.residual_ratio(torch.sin, g.fit_linear(Z, Z), Z, bad), "z1"),
+    "pca_ceiling": (lambda g, bad: g.pca_ceiling(bad, 2), "targets"),
+    "decodings": (lambda g, bad: g.interpolation_gap(lambda z: bad, Z, -Z), "the decoder"),
+    "fit": (lambda g, bad: g.gap_bound(torch.sin, bad, Z, -Z), "fit"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("argument", TAKING)
+def test_what_is_no_tensor_of_numbers_is_named(argument, kind, unchecked):
+    call, name = TAKING[argument]
+    if (argument, kind) == ("decode", "empty"):
+        assert call(unchecked, WRONG[kind]).shape == (0, 1, 4, 8)
+        return
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(unchecked, WRONG[kind])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert name in message or "got 0 images" in message
+
+
+MORE_ERRORS = {
+    "no shape": (lambda g: g.VAE(None), ValueError, r"input_shape is None; pass \(channels, height, width\)"),
+    "true size": (lambda g: g.VAE((1, True, 4)), ValueError, r"input_shape is \(1, True, 4\); pass"),
+    "list for kind": (lambda g: g.VAE((1, 4, 4), kind=[]), ValueError, r"kind is \[\]; pass one of mlp, conv"),
+    "list for activation": (lambda g: g.VAE((1, 4, 4), activation=[]), ValueError, r"activation is \[\]; pass one of"),
+    "float64 images": (lambda g: at_rest(g).encode(X.double()), TypeError, r"pass images.to\(torch.float32\)"),
+    "half latents": (
+        lambda g: at_rest(g).decode(Z.half()),
+        TypeError,
+        "latents are torch.float16, the model",
+    ),
+    "two outputs": (lambda g: g.negative_elbo((X, Z), X), TypeError, r"outputs: got 2 of them; pass \(logits, mean"),
+    "one log-variance": (
+        lambda g: g.negative_elbo((X, Z, Z[:1]), X),
+        ValueError,
+        r"log_variance \(1, 3\); pass",
+    ),
+    "empty batch": (lambda g: g.negative_elbo((X[:0], Z[:0], Z[:0]), X[:0]), ValueError, "and not be empty"),
+    "beta as text": (lambda g: g.negative_elbo((X, Z, Z), X, "1"), ValueError, "beta is '1'; pass a finite number"),
+    "no model": (lambda g: g.interpolate(None, X, X, 3), TypeError, "model: got a NoneType; pass a VAE"),
+    "layer": (lambda g: g.active_units(torch.nn.Linear(3, 3), X), TypeError, "model: got a Linear; pass a VAE"),
+    "flat images": (lambda g: g.interpolate(at_rest(g), Z, Z, 3), ValueError, r"x0 has shape \(5, 3\); pass one image"),
+    "negative threshold": (lambda g: g.active_units(at_rest(g), X, -1), ValueError, "threshold is -1; pass a finite"),
+    "NaN threshold": (lambda g: g.active_units(at_rest(g), X, math.nan), ValueError, "threshold is nan; pass a finite"),
+    "no threshold": (lambda g: g.active_units(at_rest(g), X, None), ValueError, "threshold is None; pass a finite"),
+    "no decoder": (lambda g: g.interpolation_gap(None, Z, -Z), TypeError, "decoder: got a NoneType; pass a function"),
+    "two types": (
+        lambda g: g.interpolation_gap(torch.sin, Z, Z.double()),
+        TypeError,
+        "z0 is torch.float32, z1 torch",
+    ),
+    "tuple of images": (lambda g: g.interpolation_gap(lambda z: (z, z), Z, -Z), TypeError, "images .*: got a tuple"),
+    "far apart": (
+        lambda g: g.interpolation_gap(torch.sin, Z.double() * 0 - 1.7e308, Z.double() * 0 + 1.7e308),
+        ValueError,
+        "latents between z0 and z1: 15 NaN or infinite entries",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE_ERRORS)
+def test_more_bad_input_is_named(case, unchecked):
+    call, kind, words = MORE_ERRORS[case]
+    with pytest.raises(kind, match=words):
+        call(unchecked)
+
+
+def test_sizes_may_be_of_any_integer_type(unchecked):
+    model = unchecked.VAE([np.int64(1), 4, 8], latent=np.int64(3), hidden=4)
+    assert model.encode(X)[0].shape == (5, 3)
+    assert unchecked.interpolate(model, X, X, np.int64(3)).shape == (5, 3, 1, 4, 8)
+
+
+def test_a_refused_call_asks_no_decoder_and_changes_nothing(unchecked):
+    def decoder(z):
+        raise AssertionError("the decoder was called")
+
+    state, latents, fit = torch.random.get_rng_state(), Z.clone(), fit_linear(Z, Z)
+    for call in (
+        lambda: unchecked.interpolation_gap(decoder, Z, -Z, steps=0),
+        lambda: unchecked.gap_bound(decoder, fit, Z, -Z, steps=2.5),
+        lambda: unchecked.gap_bound(decoder, None, Z, -Z),
+        lambda: unchecked.residual_ratio(decoder, None, Z, -Z),
+        lambda: unchecked.residual_ratio(decoder, fit, Z, Z * torch.nan),
+        lambda: unchecked.decodes_apart(decoder, Z, Z[:2]),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    assert torch.equal(state, torch.random.get_rng_state())
+    model = small_vae()
+    model.decoder.eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(ValueError, match="must agree"):
+        unchecked.interpolate(model, images(), images(5), 3)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(Z, latents)
+
+
+# ---- decoders that change what they get, and numbers at the ends of float64 ----
+
+
+def test_a_decoder_that_works_in_place_changes_neither_latents_nor_gap():
+    z0, z1 = (z.float() for z in tensors(0, (6, 3), (6, 3)))
+    kept = z0.clone(), z1.clone()
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3, 5)
+    in_place, plain = (torch.nn.Sequential(torch.nn.LeakyReLU(0.1, inplace=flag), linear) for flag in (True, False))
+    fit = fit_linear(torch.cat([z0, z1]), plain(torch.cat([z0, z1])))
+    for measure in (interpolation_gap, decodes_apart, partial(interpolation_gap, pooled=True)):
+        assert torch.equal(measure(in_place, z0, z1), measure(plain, z0, z1))
+    for measure in (gap_bound, residual_ratio):
+        assert torch.equal(measure(in_place, fit, z0, z1), measure(plain, fit, z0, z1))
+    assert torch.equal(z0, kept[0])
+    assert torch.equal(z1, kept[1])
+
+
+def test_a_decoder_that_writes_all_its_images_into_one_tensor_has_the_same_gap():
+    z0, z1 = tensors(0, (6, 3), (6, 3))
+    one = torch.empty(6, 3, dtype=torch.float64)
+    assert torch.equal(interpolation_gap(lambda z: torch.sin(z, out=one), z0, z1), interpolation_gap(torch.sin, z0, z1))
+
+
+@pytest.mark.parametrize("scale", [2.0**-390, 2.0**390, 2.0**-700, 2.0**700])
+def test_images_of_any_scale_have_the_same_gap_or_are_refused_by_name(scale):
+    z0, z1 = tensors(0, (6, 3), (6, 3))
+    z = torch.cat([z0, z1])
+
+    def measured(scale):
+        def decoder(z):
+            return scale * torch.sin(z)
+
+        fit = fit_linear(z, torch.sin(z))
+        fit = LinearFit(scale * fit.coefficients, scale * fit.intercept, 0.0, fit.rank, False)
+        return (
+            lambda: interpolation_gap(decoder, z0, z1),
+            lambda: interpolation_gap(decoder, z0, z1, pooled=True),
+            lambda: gap_bound(decoder, fit, z0, z1),
+            lambda: residual_ratio(decoder, fit, z0, z1),
+            lambda: decodes_apart(decoder, z0, z1),
+            lambda: pca_ceiling(decoder(z), 2),
+        )
+
+    for scaled, plain in zip(measured(scale), measured(1.0), strict=True):
+        if 1e-120 < scale < 1e120:
+            torch.testing.assert_close(scaled(), plain(), rtol=1e-10, atol=0)
+        else:
+            with pytest.raises(ValueError, match=r"leave float64; (scale|rescale) .*to have it between"):
+                scaled()
+
+
+def test_one_image_too_small_to_square_is_refused_though_others_are_not():
+    z0, z1 = tensors(0, (6, 3), (6, 3))
+    size = torch.ones(6, 1, dtype=torch.float64)
+    size[4] = 1e-158
+    with pytest.raises(ValueError, match=r"largest entry of one is .*e-15[89], and squares of such"):
+        interpolation_gap(lambda z: size * torch.sin(z), z0, z1)
+
+
+def test_targets_whose_variance_underflows_are_refused():
+    (rows,) = tensors(0, (8, 3))
+    targets = torch.cat([torch.ones(8, 1, dtype=torch.float64), 1e-200 * rows], dim=1)
+    for Y in (targets, targets.T.contiguous().T.repeat(1, 4)):
+        with pytest.raises(ValueError, match="targets: their variance, 0, is rounding or underflows"):
+            pca_ceiling(Y, 1)
+
+
+def test_a_fit_to_something_else_that_overflows_is_refused():
+    z0, z1 = tensors(0, (6, 3), (6, 3))
+    huge = LinearFit(torch.full((3, 3), 1e300, dtype=torch.float64), torch.zeros(3).double(), 0.0, 3, False)
+    for measure in (gap_bound, residual_ratio):
+        with pytest.raises(ValueError, match="the fit's predictions of the decoder's images overflow float64"):
+            measure(torch.sin, huge, z0, z1)
+
+
+def test_latents_with_gradients_are_measured_and_get_none():
+    z0, z1 = tensors(0, (6, 3), (6, 3))
+    gap = interpolation_gap(torch.sin, z0.requires_grad_(), z1)
+    assert torch.equal(gap, interpolation_gap(torch.sin, z0.detach(), z1))
+    assert not gap.requires_grad
+    assert z0.grad is None

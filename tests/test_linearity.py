@@ -605,7 +605,11 @@ ERRORS = {
         r"ridge is -1.0; pass a finite number, 0 or",
     ),
     "ridge nan": (lambda g: g.TargetLinearity(float("nan")), ValueError, "ridge is nan; pass a finite number"),
-    "overflow": (lambda g: g.target_linearity(H5.double() * 1e200, Y5), ValueError, "overflow float64; scale"),
+    "overflow": (
+        lambda g: g.target_linearity(H5.double() * 1e200, Y5),
+        ValueError,
+        r"features: the largest entry is 1e\+200, .* leave float64; rescale",
+    ),
     "predict width": (
         lambda g: g.fit_linear(H5, Y5).predict(W5.T),
         ValueError,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gramlin import Moments
-from gramlin.moments import Sums, target_matrix
+from gramlin.moments import Sums, target_matrix, target_values
 from tests.drawing import few, seeds, tensors
 
 # Sums of a few hundred float64 numbers of size 1.
@@ -185,10 +185,10 @@ def test_a_class_that_comes_late_or_misses_a_batch_counts_as_zeros(d):
 
 
 def test_targets_become_a_matrix():
-    assert target_matrix(torch.tensor([0, 2])).tolist() == [[1, 0, 0], [0, 0, 1]]
-    assert target_matrix(torch.tensor([0, 2], dtype=torch.uint8), 4).shape == (2, 4)
-    assert target_matrix(torch.tensor([0.5, 2])).tolist() == [[0.5], [2]]
-    assert target_matrix(torch.ones(2, 3)).dtype == torch.float64
+    assert target_matrix(*target_values(torch.tensor([0, 2]))).tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert target_matrix(*target_values(torch.tensor([0, 2], dtype=torch.uint8), 4)).shape == (2, 4)
+    assert target_matrix(*target_values(torch.tensor([0.5, 2]))).tolist() == [[0.5], [2]]
+    assert target_matrix(*target_values(torch.ones(2, 3))).dtype == torch.float64
 
 
 def test_sums_without_features_are_those_of_the_targets():
@@ -221,7 +221,7 @@ ERRORS = {
         r"targets: 2 NaN or infinite",
     ),
     "devices": (lambda m: m.update(H, Y.to("meta")), ValueError, r"on cpu, targets on meta; move them to one device"),
-    "targets are a list": (lambda m: m.update(H, [1] * 5), TypeError, r"targets are a list; pass a torch.Tensor"),
+    "targets are a list": (lambda m: m.update(H, [1] * 5), TypeError, r"targets: got a list; pass a torch.Tensor"),
     "targets are booleans": (lambda m: m.update(H, C > 2), TypeError, r"torch.bool; pass .*targets.long\(\)"),
     "targets are complex": (lambda m: m.update(H, Y + 0j), TypeError, r"complex64; pass real numbers"),
     "integer matrix": (

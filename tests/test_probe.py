@@ -370,14 +370,14 @@ ERRORS = {
     "many targets": (dict(batches=X[:5].split(5), targets=Y), ValueError, "got 5 inputs and 20 targets"),
     "no pairs": (dict(batches=[X]), TypeError, "a batch is a Tensor; pass batches of \\(inputs, targets\\)"),
     "no batches": (dict(batches=[]), ValueError, "there are no batches; pass at least one"),
-    "list of targets": (dict(batches=[(X, [1] * 20)]), TypeError, "targets are a list; pass a torch.Tensor"),
+    "list of targets": (dict(batches=[(X, [1] * 20)]), TypeError, "targets: got a list; pass a torch.Tensor"),
     "nan": (dict(batches=(X * torch.nan, Y)), ValueError, "layer 'linear1': features: 120 NaN or infinite"),
     "one class": (
         dict(batches=(X, Y * 0)),
         ValueError,
         "layer 'linear1': the targets of all 20 samples are of one class",
     ),
-    "class": (dict(num_classes=2), ValueError, "layer 'linear1': targets have class 2 with num_classes=2"),
+    "class": (dict(num_classes=2), ValueError, "^targets have class 2 with num_classes=2"),
     "ridge": (dict(ridge=-1.0), ValueError, "ridge is -1.0; pass a finite number"),
     "held-out classes": (dict(test_batches=(X, Y + 1)), ValueError, "class 3 with num_classes=3"),
 }
@@ -400,6 +400,6 @@ def test_layers_that_are_not_called_or_see_no_batch_are_named(unchecked):
         unchecked.probe(nn.ReLU(), (x, y))
     windows = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 2)).double()
     with pytest.raises(
-        ValueError, match=r"layer '2' got shape \(60, 2\) for 30 targets: its first axis is not the batch"
+        ValueError, match=r"layer '2': got shape \(60, 2\) for 30 targets: its first axis is not the batch"
     ):
         unchecked.probe(windows, (x, y))

@@ -71,12 +71,100 @@ def test_a_diverging_loss_is_reported_with_its_epoch():
         train(model, optimizer, inputs, torch.zeros(50, 1), epochs=50, batch_size=1, loss=F.mse_loss)
 
 
+def normalised(*, positions: int = 1) -> torch.nn.Module:
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(3)
+    shaped = [torch.nn.Unflatten(1, (3, positions)), norm, torch.nn.Flatten()] if positions > 1 else [norm]
+    last = torch.nn.Linear(3 * positions, 3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 3 * positions), *shaped, torch.nn.Dropout(), last)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("n", "batch_size", "number"), [(50, 7, 8), (1, None, 1), (1, 7, 1), (50, 1, 50)])
+def test_a_batch_of_one_sample_for_batch_norm_is_refused_before_the_first_step(n, batch_size, number, compiled):
+    model, (inputs, targets) = normalised(), toy(n)
+    trained = torch.compile(model, backend="eager") if compiled else model
+    model.eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = rf"batch {number} of {number} has one sample \({n} inputs, batch_size={batch_size or n}\), .*drop_last"
+    with pytest.raises(ValueError, match=words):
+        train(trained, optimizer, inputs, targets, epochs=1, batch_size=batch_size)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not model.training
+
+
+def test_a_batch_of_one_sample_is_trained_on_where_it_has_several_positions():
+    inputs, targets = toy(15)
+    model = normalised(positions=2)
+    random = torch.get_rng_state()
+    history = train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs, targets, epochs=1, batch_size=7)
+
+    expected = normalised(positions=2)
+    torch.set_rng_state(random)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    losses = []
+    for batch in torch.randperm(15, generator=torch.Generator().manual_seed(0)).split(7):
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(expected(inputs[batch]), targets[batch]))
+        losses[-1].backward()
+        optimizer.step()
+    assert len(losses) == 3
+    assert history[1]["train_loss"] == pytest.approx(sum(losses).item() / 3)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_other_failures_of_a_model_on_one_sample_pass_unchanged():
+    class Failing(torch.nn.BatchNorm1d):
+        def forward(self, x):
+            raise ValueError("of the model")
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), Failing(3))
+    with pytest.raises(ValueError, match=r"^of the model$"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), *toy(15), epochs=1, batch_size=7)
+
+
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_model_that_works_in_place_changes_no_data(batch_size):
+    model = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(6, 3))
+    inputs, targets = toy()
+    kept = inputs.clone()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs, targets, epochs=1, batch_size=batch_size)
+    accuracy(model, inputs, targets)
+    assert torch.equal(inputs, kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"targets": toy()[1][:, None]}, TypeError, r"targets are torch.int64 of shape \(50, 1\)"),
+        ({"targets": F.one_hot(toy()[1]).float()}, TypeError, "targets are torch.float32"),
+        ({"targets": toy()[1][:49]}, ValueError, r"got inputs \(50, 6\) and 49 targets"),
+        ({"inputs": toy()[0][:0], "targets": toy()[1][:0]}, ValueError, "at least one"),
+        ({"inputs": toy()[0].numpy()}, TypeError, "inputs: got a ndarray"),
+        ({"model": None}, TypeError, "model: got a NoneType; pass an nn.Module"),
+        ({"model": torch.nn.Flatten(0)}, ValueError, r"output for 50 inputs is \(300,\); pass a model with scores"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0; pass a positive integer"),
+    ],
+)
+def test_what_has_no_accuracy_is_named(unchecked, arguments, kind, words):
+    inputs, targets = toy()
+    defaults = {"model": toy_model()[0], "inputs": inputs, "targets": targets}
+    with pytest.raises(kind, match=words):
+        unchecked.training.accuracy(**{**defaults, **arguments})
+
+
 def test_training_on_nothing_or_on_unequal_rows_is_refused():
     model, optimizer = toy_model()
     with pytest.raises(ValueError, match="50 inputs and 49 targets"):
         train(model, optimizer, toy()[0], toy()[1][:49], epochs=1)
     with pytest.raises(ValueError, match="at least one"):
         train(model, optimizer, toy()[0][:0], toy()[1][:0], epochs=1)
+    with pytest.raises(ValueError, match="batch_size is 0; pass a positive integer"):
+        train(model, optimizer, *toy(), epochs=1, batch_size=0)
 
 
 def test_accuracy_counts_in_batches_as_in_one():

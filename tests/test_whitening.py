@@ -411,6 +411,58 @@ def test_nearest_says_which_shapes_disagree(unchecked_whitening):
         unchecked_whitening.nearest_with_same_gram(before=torch.ones(3, 4), after=torch.ones(3, 4).double())
 
 
+SCALES = [1e-310, 1e-200, 1e-160, 1e160, 1e200, 1e300]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(7, 9), (9, 7), (20, 4)])
+def test_rotations_do_not_depend_on_the_scale(shape, scale):
+    W = layer(*shape)
+    W_plus = step_of(W, 1e-2)
+    # What is left of the digits of 1e-310.
+    close = dict(rtol=0, atol=1e-8 if scale < 1e-300 else 1e-12)
+    torch.testing.assert_close(polar_factor(scale * W), polar_factor(W), **close)
+    torch.testing.assert_close(newton_schulz_polar(scale * W), newton_schulz_polar(W), **close)
+    expected = nearest_with_same_gram(before=W, after=W_plus)
+    assert (expected - W_plus).norm() > 1e-4  # something is turned
+    for other in (scale, 1.0):  # each of the two by itself has no part in the rotation
+        rotated = nearest_with_same_gram(before=other * W, after=scale * W_plus)
+        torch.testing.assert_close(rotated / scale, expected, **close)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-16, 1e-12, 1e16, 1e25])
+def test_float32_rotations_do_not_depend_on_the_scale(scale):
+    W = layer(70, 90, dtype=F32)
+    W_plus = step_of(W, 1e-4)
+    expected = nearest_with_same_gram(before=W.double() * scale, after=W_plus.double() * scale) / scale
+    rotated = nearest_with_same_gram(before=W * scale, after=W_plus * scale).double() / scale
+    assert (rotated - expected).norm() < 0.03 * (W_plus.double() - W).norm()
+    assert (gram(rotated) - gram(W_plus)).norm() < 1e-6 * gram(W_plus).norm()
+
+
+def test_a_rotated_weight_that_overflows_is_named():
+    largest = torch.finfo(F64).max
+    before, after = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=F64), torch.tensor([[0.9, 0.0], [0.0, 0.0]], dtype=F64)
+    before[1, 0] = 0.5
+    assert nearest_with_same_gram(before=before, after=after * largest).isfinite().all()
+    # A turn by 45° brings two large entries of a column into one.
+    before, after = torch.eye(2, dtype=F64), torch.tensor([[0.9, 0.9], [-0.9, 0.9]], dtype=F64).mT
+    with pytest.raises(ValueError, match="the rotated weight, which overflows: 2 NaN or infinite"):
+        nearest_with_same_gram(before=before, after=after * largest)
+
+
+def test_whitening_far_from_one_keeps_the_gram_too():
+    for scale in (1e-150, 1e150):
+        W = scale * layer(6, 8)
+        p = nn.Parameter(W.clone())
+        p.grad = (W - step_of(W / scale, 1e-2) * scale) / scale
+        optimizer = torch.optim.SGD([p], lr=scale)
+        whiten(optimizer)
+        optimizer.step()
+        expected = nearest_with_same_gram(before=W / scale, after=step_of(W / scale, 1e-2))
+        torch.testing.assert_close(p.detach() / scale, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_reduced_matmul_precision_does_not_reach_the_rotation(precision, monkeypatch):
     W = layer(96, 100, dtype=F32)
@@ -848,9 +900,12 @@ def test_complex_weights_sparse_gradients_and_divergence_are_errors():
     optimizer = torch.optim.SGD([p], lr=0.1)
     whiten(optimizer)
     p.grad = torch.full((2, 3), math.nan)
-    words = r"after the step: 6 NaN or infinite entries of 6, shape \(2, 3\): lower the learning rate"
+    words = (
+        r"the gradient of parameter 0 of group 0: 6 NaN or infinite entries of 6, shape \(2, 3\): lower the learning"
+    )
     with pytest.raises(FloatingPointError, match=words):
         optimizer.step()
+    assert p.equal(torch.ones(2, 3))
 
 
 def test_whitened_step_descends_with_the_bias_left_alone_and_need_not_with_it_turned():

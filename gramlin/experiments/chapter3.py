@@ -127,8 +127,8 @@ def measure_linearity(
 
 
 def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
-    """What the surrogate and CKA need: n, the cross moments, the scatter of the features and that of the classes."""
-    return moments.count, moments.cross, moments.scatter, moments.class_scatter
+    """What the surrogate and CKA need: n, the cross moments, the scatter of the features and the size of that of the classes."""
+    return moments.count, moments.cross, moments.scatter, moments.class_scatter_norm
 
 
 LINEARITY = Experiment("linearity", measure_linearity)

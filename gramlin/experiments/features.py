@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gramlin.hooks import layer_names, watching
+
 
 def chunks(inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both, 4,096 rows at a time."""
@@ -21,26 +23,31 @@ def entering(network: nn.Module, layers: Sequence[str], x: Tensor, pooled: int) 
 
     Args:
         network: whose layers each see x, or what becomes of it, once.
-        layers: names as in ``network.named_modules()``.
+        layers: names as in ``network.named_modules()``, without wrappers.
         x: a batch of inputs.
         pooled: a map of a convolution enters as its averages on a grid of so many rows and columns. All its positions
             would be more features than a fit by least squares can bear.
+
+    Raises:
+        ValueError: a layer that is not in the network, or that did not see all of the batch once.
     """
+    modules = layer_names(network)
+    absent = [name for name in layers if name not in modules]
+    if absent:
+        raise ValueError(f"no layer {absent[0]!r} in the network; it has {', '.join(filter(None, modules))}")
     features: dict[str, Tensor] = {}
 
-    def keep(name: str):
-        def hook(_: nn.Module, arguments: tuple[Tensor]) -> None:
-            maps = arguments[0]
-            if maps.ndim == 4:
-                maps = F.adaptive_avg_pool2d(maps, min(pooled, *maps.shape[2:]))
-            features[name] = maps.flatten(1)
+    def keep(name: str, maps: Tensor, _: Tensor) -> None:
+        if name in features:
+            raise ValueError(f"layer {name!r} is used more than once; measure it with gramlin.probe")
+        if maps.ndim == 4:
+            maps = F.adaptive_avg_pool2d(maps, min(pooled, *maps.shape[2:]))
+        features[name] = maps.flatten(1).clone()  # the network may go on to change its own in place
 
-        return hook
-
-    handles = [network.get_submodule(name).register_forward_pre_hook(keep(name)) for name in layers]
-    try:
+    with watching({name: modules[name] for name in layers}, keep):
         output = network(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name in layers:
+        seen = len(features.get(name, ()))
+        if seen != len(x):
+            raise ValueError(f"layer {name!r} saw {seen} of {len(x)} samples; name layers that see all of the batch")
     return features, output

@@ -14,20 +14,32 @@ def finished(run: Run) -> bool:
 
 
 def grouped(runs: Sequence[Run], *keys: str) -> dict[tuple, list[Run]]:
-    """The runs by the values of these settings, in the order of the values."""
+    """The runs by the values of these settings, in the order of the values.
+
+    Raises:
+        ValueError: a run has no such setting; names both.
+    """
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(run.settings[key] for key in keys), []).append(run)
+        groups.setdefault(tuple(_setting(run, key) for key in keys), []).append(run)
     return dict(sorted(groups.items()))
 
 
 def select(runs: Sequence[Run], **settings) -> list[Run]:
-    """The runs that have these settings."""
-    return [run for run in runs if all(run.settings[key] == value for key, value in settings.items())]
+    """The runs that have these settings; errors as in ``grouped``."""
+    return [run for run in runs if all(_setting(run, key) == value for key, value in settings.items())]
+
+
+def _setting(run: Run, key: str) -> object:
+    if key not in run.settings:
+        raise ValueError(f"a run of {run.experiment} has no setting {key!r}; its settings are {run.settings}")
+    return run.settings[key]
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
-    """The mean ± standard deviation over repetitions, in words."""
+    """The mean ± standard deviation over repetitions, in words; ``ValueError`` if there are none."""
+    if not len(values):
+        raise ValueError("got no values; pass at least one")
     mean, n = sum(values) / len(values), len(values)
     if n == 1:
         return f"{mean:.{digits}f}"
