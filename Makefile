@@ -9,7 +9,7 @@ book: .venv/installed
 	$(BIN)/gramlin build --profile $(PROFILE)
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist worksteal
 	$(BIN)/python -m pytest --nbval-lax book
 
 lint: .venv/installed

@@ -117,7 +117,6 @@ def data() -> None:
 @_one_line_errors
 def list_data() -> None:
     """List the data sets, and which are present."""
-    _check_data_directory()
     click.echo(_table(catalogue.list_datasets()))
     click.echo("folder:PATH is any tree of images, PATH/train/CLASS/* and PATH/test/CLASS/*.")
 
@@ -129,7 +128,6 @@ def get(name) -> None:
     """Download a data set, check it, and make it ready."""
     from gramlin import data as sets
 
-    _check_data_directory()
     click.echo(sets.get(name))
 
 
@@ -137,14 +135,7 @@ def get(name) -> None:
 @_one_line_errors
 def path() -> None:
     """Print the folder that data are read from ($GRAMLIN_DATA, else the user's cache)."""
-    click.echo(_check_data_directory())
-
-
-def _check_data_directory() -> Path:
-    directory = catalogue.data_directory()
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"the folder of data, {directory}, is a file; set $GRAMLIN_DATA to a folder, or unset it")
-    return directory
+    click.echo(catalogue.data_directory())
 
 
 @main.command()

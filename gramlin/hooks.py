@@ -310,6 +310,8 @@ def record(model: nn.Module, layers: str | Iterable[str] | None = None) -> Itera
     handles: list = []
 
     def keep(name: str, inputs: Tensor, output: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in a backward pass: checkpointing computes what was recorded
+            return
         features = inputs.detach()
         if features.is_inference():  # it counts no changes, by which an overwritten one could be told
             features = features.clone()

@@ -258,7 +258,7 @@ def _look(path: str) -> _Kind:
             raise DataError(f"{shown(path)} has {pages} pages or frames; save each that is meant as a file of its own")
         deep = _is_deep(image)
         bits = image.tag_v2.get(_BITS, (16,)) if deep and image.format == "TIFF" else (16,)
-        if (not deep and image.mode[0] in "IF") or tuple(bits) != (16,):
+        if (not deep and image.mode[0] in "IF") or bits not in ((16,), 16):
             raise DataError(
                 f"{shown(path)} has signed, fractional or other numbers than of 8 or 16 bits (mode {image.mode}), and "
                 "nothing says which is white; convert it to 8 or 16 bits"

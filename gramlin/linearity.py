@@ -163,12 +163,12 @@ class LinearFit:
             TypeError: features that are not floating-point.
         """
         check_features(features)
-        check_squares("features", features)
         rows = to_float64(features)
         if rows.shape[1] != len(self.coefficients):
             raise ValueError(f"features have width {rows.shape[1]}, the fit {len(self.coefficients)}: they must agree")
         if rows.device != self.intercept.device:
             raise ValueError(f"features are on {rows.device}, the fit is on {self.intercept.device}; move the features")
+        check_squares("features", features)
         return rows @ self.coefficients + self.intercept
 
     def score(self, features: Features, targets: Targets, *, per_output: bool = False) -> Float[Tensor, "*scores"]:

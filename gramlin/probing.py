@@ -18,7 +18,7 @@ from gramlin.checks import check_finite, check_tensor
 from gramlin.collapse import MEASURES, check_classes
 from gramlin.hooks import chosen_layers, unwrapped, watching
 from gramlin.linearity import HeldOut, LinearFit, alignment_of, fit_of, frobenius_norm, linearity_of, surrogate_of
-from gramlin.moments import Moments, target_values
+from gramlin.moments import Moments, target_values, to_cpu_without_float64
 from gramlin.training import check_batch_size, evaluating
 
 POSITIONS = ("pool", "flatten")
@@ -141,6 +141,10 @@ def probe(
     ridge is 1, and says nothing, where there are as many features as samples. For the surrogate and the CKA each
     position (of a convolution, each patch) is a row, with the target of its sample.
 
+    Numbers: those that a layer gets and hands on, as they are stored. In half precision ``tl_out``, ``surrogate`` and
+    ``cka`` are of outputs that have been rounded, as the next layer gets them. Nothing else is rounded: each sum and
+    average here is in float64.
+
     Layers: every layer of the table has seen every sample, as often as the model uses it. A module in several places
     has one row, under its first name (or the one that ``layers`` has), with the samples of all its uses: its figures
     are of all these features together. Modules that share a weight only have a row each. The table of a model that is
@@ -192,12 +196,7 @@ def probe(
         1     2         3       50
     """
     chosen = _chosen_metrics(metrics)
-    if positions not in POSITIONS:
-        raise ValueError(f"positions is {positions!r}; pass one of {', '.join(map(repr, POSITIONS))}")
-    check_batch_size(batch_size)
-    if not isinstance(max_bytes, Real):
-        raise TypeError(f"max_bytes: got a {type(max_bytes).__name__}; pass a number of bytes")
-    Moments(num_classes)  # refuses what is no number of classes
+    _check_options(positions, num_classes, batch_size, max_bytes)
     if test_batches is None and test_targets is not None:
         raise ValueError("test_targets came without test_batches; pass both, or neither")
     modules = chosen_layers(model, layers)
@@ -259,6 +258,15 @@ def _chosen_metrics(metrics: Iterable[str]) -> dict[str, LayerMetric]:
     if not names:
         raise ValueError(f"metrics is empty; pass some of {', '.join(METRICS)}")
     return {name: METRICS[name] for name in names}
+
+
+def _check_options(positions: str, num_classes: int | None, batch_size: int, max_bytes: int) -> None:
+    if positions not in POSITIONS:
+        raise ValueError(f"positions is {positions!r}; pass one of {', '.join(map(repr, POSITIONS))}")
+    Moments(num_classes)  # refuses what is no number of classes
+    check_batch_size(batch_size)
+    if not isinstance(max_bytes, Real):
+        raise TypeError(f"max_bytes: got a {type(max_bytes).__name__}; pass a number of bytes")
 
 
 # ---- data ----
@@ -552,7 +560,7 @@ def _sample_features(layer: nn.Module, maps: Float[Tensor, "B ..."], positions: 
         return maps.flatten(1)
     maps = _channels_last(layer, maps)
     inner = tuple(range(1, maps.ndim - 1))
-    return maps.mean(dim=inner, dtype=torch.promote_types(maps.dtype, torch.float32)) if inner else maps
+    return to_cpu_without_float64(maps).mean(dim=inner, dtype=torch.float64) if inner else maps
 
 
 def _width(layer: nn.Module, entered: Float[Tensor, "B ..."], positions: str) -> int:

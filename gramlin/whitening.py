@@ -27,7 +27,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gramlin.checks import check_finite, check_floating, check_tensor
-from gramlin.gram import check_optimizer, has_closure, is_nested_step, power_of_two
+from gramlin.gram import power_of_two
+from gramlin.stepping import check_optimizer, has_closure, is_nested_step
 
 __all__ = ["WhiteningHandle", "nearest_with_same_gram", "newton_schulz_polar", "polar_factor", "whiten"]
 

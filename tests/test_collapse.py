@@ -624,7 +624,11 @@ ERRORS = {
     "real targets": (lambda g: g.neural_collapse(H5, C5.float()), TypeError, r"float32 of shape \(5,\); pass integer"),
     "one-hot": (lambda g: g.NeuralCollapse(3).update(H5, F.one_hot(C5)), TypeError, r"shape \(5, 3\); pass integer"),
     "booleans": (lambda g: g.neural_collapse(H5, C5 > 0), TypeError, r"targets are torch.bool"),
-    "lists": (lambda g: g.neural_collapse(H5, [0, 1]), TypeError, r"targets: got a list; pass a torch.Tensor of integer classes"),
+    "lists": (
+        lambda g: g.neural_collapse(H5, [0, 1]),
+        TypeError,
+        r"targets: got a list; pass a torch.Tensor of integer",
+    ),
     "integer features": (lambda g: g.neural_collapse(H5.long(), C5), TypeError, r"features: got a torch.int64 tensor"),
     "not finite": (lambda g: g.neural_collapse(H5 / 0, C5), ValueError, r"features: 15 NaN or infinite entries"),
     "empty": (lambda g: g.neural_collapse(H5[:0], C5[:0]), ValueError, r"the batch is empty"),

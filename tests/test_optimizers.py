@@ -444,7 +444,9 @@ COPIES = [copy.deepcopy, pickled, saved]
 
 
 @pytest.mark.parametrize("make_copy", COPIES)
-@pytest.mark.parametrize("options", [{}, {"keep": "rotation"}, {"solver": newton_schulz_polar}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": "rotation"}, {"solver": newton_schulz_polar}], ids=["gram", "rotation", "solver"]
+)
 def test_a_copied_optimizer_goes_on_whitening_its_own_parameters(make_copy, options):
     net = network()
     optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)

@@ -151,6 +151,7 @@ def reader(wheel, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("chapter", sorted((ROOT / "book").glob("0*.ipynb")), ids=lambda path: path.stem[:2])
 def test_a_downloaded_chapter_runs_against_the_installed_package(reader, chapter, tmp_path):
     shutil.copy(chapter, tmp_path)
+    (tmp_path / "results").mkdir()
     # No Python path and no results but those of this folder, which is empty.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import gramlin
 import gramlin.probing
 from gramlin import fit_linear, normalized_surrogate, probe, surrogate, target_linearity
 from gramlin.hooks import input_rows, weight_matrix
@@ -403,3 +404,40 @@ def test_layers_that_are_not_called_or_see_no_batch_are_named(unchecked):
         ValueError, match=r"layer '2': got shape \(60, 2\) for 30 targets: its first axis is not the batch"
     ):
         unchecked.probe(windows, (x, y))
+
+
+# ---- half precision ----
+
+
+def offset(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Large biases, so that outputs lie near 300 with a spread of about 1: in bfloat16 their spacing is 2."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.fill_(300.0)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("positions", ["pool", "flatten"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("build", "shape"), [(mlp, (6,)), (cnn, (2, 6, 4))], ids=["mlp", "cnn"])
+def test_figures_in_half_precision_are_those_of_the_stored_numbers_in_float64(build, shape, dtype, positions):
+    model = offset(build(), dtype)
+    x, y = images(150, *shape)
+    x = x.to(dtype)
+    table = probe(model, x, y, positions=positions, metrics=[*gramlin.probing.METRICS], batch_size=150)
+    uses = seen_by_hand(model, x)
+    for name, [(entered, left)] in uses.items():
+        entered, left = entered.double(), left.double()  # from here on all is float64
+        if positions == "pool" and entered.ndim == 4:
+            pooled = {"tl_in": entered.mean((2, 3)), "tl_out": left.mean((2, 3))}
+        else:
+            pooled = {"tl_in": entered.flatten(1), "tl_out": left.flatten(1)}
+        for column, features in pooled.items():
+            assert entry(table, name, column) == pytest.approx(target_linearity(features, y).item(), abs=TIGHT), column
+        collapse = gramlin.neural_collapse(pooled["tl_in"], y)
+        assert entry(table, name, "nc1") == pytest.approx(collapse["nc1"].item(), rel=1e-6)
+        rows = left.movedim(1, -1).flatten(0, -2) if left.ndim == 4 else left
+        labels = y.repeat_interleave(len(rows) // len(y))
+        expected = surrogate(rows, torch.eye(rows.shape[1]).double(), labels).item()
+        assert entry(table, name, "surrogate") == pytest.approx(expected, rel=TIGHT)

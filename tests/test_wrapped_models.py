@@ -120,7 +120,7 @@ def test_distributed_data_parallel_has_the_table_of_the_model_inside(process_gro
     assert accuracy(model, *data()) == accuracy(bare(), *data())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WRAPPED if kind != "checkpointed"])
+@pytest.mark.parametrize("kind", WRAPPED)
 def test_what_is_recorded_of_a_wrapped_model_is_that_of_the_model_inside(kind):
     inside, model = bare().eval(), WRAPPED[kind](bare()).eval()
     seen = []

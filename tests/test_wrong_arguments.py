@@ -52,7 +52,7 @@ BAD = {
     "sparse": (lambda good: good.to_sparse(), r"layout torch.sparse_coo; pass .*to_dense\(\)"),
     "quantized": (quantized, r"quantized torch.quint8 tensor; pass .*dequantize\(\)"),
     "nested": (nested, "nested tensor; pass"),
-    "on meta": (lambda good: good.to("meta"), "several devices|without data"),
+    "on meta": (lambda good: good.to("meta"), "several devices|are on meta|without data"),
     "fake": (fake, "without data"),
     "lazy": (lambda good: nn.LazyLinear(3).weight, "lazy layer.*run the model once"),
     "of no rows": (lambda good: good[:0], "empty|must agree|shape|pass"),

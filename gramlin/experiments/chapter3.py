@@ -127,7 +127,7 @@ def measure_linearity(
 
 
 def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
-    """What the surrogate and CKA need: n, the cross moments, the scatter of the features and the size of that of the classes."""
+    """What the surrogate and CKA need: n, the cross moments, the features' scatter and the size of that of classes."""
     return moments.count, moments.cross, moments.scatter, moments.class_scatter_norm
 
 
