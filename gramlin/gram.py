@@ -586,8 +586,8 @@ def _own_weight(layer: nn.Module, name: str) -> nn.Parameter:
     weight = layer._parameters.get("weight")
     if weight is None:
         if parametrize.is_parametrized(layer, "weight"):
-            each_of_them = layer.get_submodule("parametrizations.weight")._modules.values()
-            how = f"by {', '.join(type(each).__name__ for each in each_of_them)}"
+            parametrizations = layer.get_submodule("parametrizations.weight")._modules.values()
+            how = f"by {', '.join(type(each).__name__ for each in parametrizations)}"
         else:
             others = [each for each in layer._parameters if each.startswith("weight")]
             how = f"from {', '.join(others)}" if others else "elsewhere"

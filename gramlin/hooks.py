@@ -127,7 +127,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, _PARALLEL):
             model = model.module
-        elif (inner := model._modules.get("_orig_mod")) is not None:
+        elif "_orig_mod" in model._modules and (inner := model._modules["_orig_mod"]) is not None:
             model = inner
         else:
             return model
