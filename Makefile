@@ -15,6 +15,7 @@ test: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 # Run every chapter and keep its outputs in the notebook, as they are committed.
 outputs: .venv/installed

@@ -37,6 +37,7 @@ def check_floating(name: str, tensor: object, advice: str = "") -> None:
     """Raise as ``check_tensor``, and ``TypeError`` unless it is floating-point; the advice follows on what to pass."""
     wanted = f"a floating-point torch.Tensor{advice and ', ' + advice}"
     check_tensor(name, tensor, wanted)
+    assert isinstance(tensor, Tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: got a {tensor.dtype} tensor; pass {wanted}")
 
@@ -58,6 +59,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def check_matrix(name: str, matrix: object, expected: str = "(n, d)") -> None:
     """Raise ``TypeError`` or ``ValueError`` unless this is a floating-point matrix, not empty, of finite numbers."""
     check_floating(name, matrix)
+    assert isinstance(matrix, Tensor)
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"{name}: got shape {tuple(matrix.shape)}; pass a non-empty {expected}")
     check_finite(name, matrix)
@@ -66,6 +68,7 @@ def check_matrix(name: str, matrix: object, expected: str = "(n, d)") -> None:
 def check_integers(name: str, classes: object) -> None:
     """Raise as ``check_tensor`` and ``check_finite``, and ``TypeError`` unless this is a vector of integers."""
     check_tensor(name, classes, "a torch.Tensor of integer classes (n,)")
+    assert isinstance(classes, Tensor)
     if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool or classes.ndim != 1:
         raise TypeError(
             f"{name} are {classes.dtype} of shape {tuple(classes.shape)}; pass integer classes (n,), e.g. "

@@ -145,7 +145,7 @@ def equinorm(class_means: ClassMeans) -> Float[Tensor, ""]:
         >>> round(equinorm(means).item(), 6)
         0.5
     """
-    norms = _unit_means(class_means)[0].norm(dim=1)
+    norms: Tensor = _unit_means(class_means)[0].norm(dim=1)
     return norms.std(correction=0) / norms.mean()
 
 
@@ -165,7 +165,8 @@ def equiangularity(class_means: ClassMeans) -> Float[Tensor, ""]:
         1.0
     """
     M, size = _unit_means(class_means)
-    K, norms = len(M), M.norm(dim=1)
+    K = len(M)
+    norms: Tensor = M.norm(dim=1)
     directions = M / norms.where(norms > _AT_CENTRE * size, torch.nan)[:, None]
     pairs = K * (K - 1)
     mean = (directions.sum(dim=0).square().sum() - K) / pairs
@@ -195,7 +196,7 @@ def etf_distance(class_means: ClassMeans) -> Float[Tensor, ""]:
     """
     M, _ = _unit_means(class_means)
     K, d = M.shape
-    size = (M.mT @ M if d < K else M @ M.mT).norm()
+    size: Tensor = (M.mT @ M if d < K else M @ M.mT).norm()
     total = size.new_zeros(())
     for start, rows in _blocks(M):
         difference = rows @ M.mT / size + 1 / K / (K - 1) ** 0.5
@@ -239,7 +240,8 @@ def self_duality(*, weight: Float[Tensor, "K d"], class_means: ClassMeans) -> Fl
     if not W.any():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is zero: it has no direction")
     W = _of_unit_size(W)
-    return (W / W.norm() - M / M.norm()).norm()
+    distance: Tensor = (W / W.norm() - M / M.norm()).norm()
+    return distance
 
 
 def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> Float[Tensor, "K d"]:
@@ -280,7 +282,8 @@ def simplex_etf(K: int, d: int, *, generator: torch.Generator | None = None) -> 
         return torch.nn.functional.pad(corners, (0, d - K + 1))
     drawn = torch.randn(d, K - 1, dtype=torch.float64, device=device, generator=generator)
     frame, upper = torch.linalg.qr(drawn)
-    return corners @ (frame * upper.diagonal().sign()).mT
+    oriented: Tensor = corners @ (frame * upper.diagonal().sign()).mT
+    return oriented
 
 
 # ---- the decision ----
@@ -328,10 +331,9 @@ def nearest_class_mean_disagreement(
         )
     # ‖h − m‖² = ‖h‖² − 2(hᵀm − ‖m‖²/2), with h and m about the mean of class means, where nothing cancels.
     origin, offsets = to_float64(class_means).mean(dim=0), M.square().sum(dim=1) / 2
-    wrong = sum(
-        ((to_float64(chunk) - origin) @ M.mT - offsets).argmax(dim=1).ne(predicted.to(M.device)).sum()
-        for chunk, predicted in zip(features.split(4096), predictions.split(4096), strict=True)
-    )
+    wrong = torch.zeros((), dtype=torch.int64, device=M.device)
+    for chunk, predicted in zip(features.split(4096), predictions.split(4096), strict=True):
+        wrong += ((to_float64(chunk) - origin) @ M.mT - offsets).argmax(dim=1).ne(predicted.to(M.device)).sum()
     return wrong.double() / len(features)
 
 

@@ -8,13 +8,16 @@ sampled, and no matrix over pairs of samples is ever formed.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -113,11 +116,11 @@ def feature_learning_sides(
     if not isinstance(record, LayerRecord):
         raise TypeError(f"record: got a {type(record).__name__}; pass one layer's LayerRecord, e.g. records['0']")
     name = f"layer {record.name!r}"
-    weight = _own_weight(record.layer, name)
-    if weight.grad is None:
+    parameter = _own_weight(record.layer, name)
+    if parameter.grad is None:
         raise ValueError(f"{name} has no weight.grad: call loss.backward() with the weight unfrozen")
     groups = getattr(record.layer, "groups", 1)
-    weight, weight_gradient = weight_matrix(weight.detach(), groups), weight_matrix(weight.grad, groups)
+    weight, weight_gradient = (weight_matrix(each, groups) for each in (parameter.detach(), parameter.grad))
     features, deltas = record.features, record.deltas
     _check_numbers(weight=weight, weight_gradient=weight_gradient, features=features, deltas=deltas)
     gradients = _in_range(f"∂L/∂H of {name}", record.feature_gradients, weight=[weight], loss=[deltas])
@@ -301,7 +304,7 @@ def _same_alone(function: Callable[[Tensor], Tensor], point: Tensor, output: Ten
 
 
 @contextmanager
-def _left_as_found(function: Callable, device: torch.device) -> Iterator[None]:
+def _left_as_found(function: Callable[..., object], device: torch.device) -> Iterator[None]:
     """Give back what calls of the function change: the random state, tensors in place, buffers of its modules."""
     modules = [module for each in _parts(function) if isinstance(each, nn.Module) for module in each.modules()]
     # Scripted modules have no such dictionary; what they write is seen by operation as everything is.
@@ -317,7 +320,7 @@ def _left_as_found(function: Callable, device: torch.device) -> Iterator[None]:
         writes.undo()
 
 
-def _parts(function: Callable) -> Iterator[object]:
+def _parts(function: Callable[..., object]) -> Iterator[object]:
     """The function itself and the objects that it names: of a method, a partial, a closure."""
     while isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
@@ -336,12 +339,18 @@ def _parts(function: Callable) -> Iterator[object]:
 class _Writes(TorchDispatchMode):
     """Keeps what tensors from outside hold before operations in this context write to them, until ``undo``."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's __init__ has no annotations
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._inside: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         arguments = func._schema.arguments
         given = {each.name: value for each, value in zip(arguments, args, strict=False)} | (kwargs or {})
         for each in arguments:
@@ -399,7 +408,8 @@ def matrix_correlation(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -
     a, b = a - a.mean(), b - b.mean()
     if any(each.norm() <= _EQUAL * size for each, size in zip((a, b), sizes, strict=True)):
         raise ValueError("a matrix with all entries equal has no correlation with another")
-    return max(-1.0, min(1.0, (a / a.norm() @ (b / b.norm())).item()))
+    correlation: float = (a / a.norm() @ (b / b.norm())).item()
+    return max(-1.0, min(1.0, correlation))
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -501,7 +511,7 @@ class VirtualCovariance:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {"_groups": self._groups, "_sum": self._sum, "steps": self.steps, "_handles": []}
 
     @property
@@ -519,15 +529,15 @@ class VirtualCovariance:
         for handle in self._handles:
             handle.remove()
 
-    def _parameter_group(self, optimizer: Optimizer) -> dict:
+    def _parameter_group(self, optimizer: Optimizer) -> dict[str, Any]:
         for group in optimizer.param_groups:
             if any(parameter is self._weight for parameter in group["params"]):
                 return group
         raise ValueError("the optimizer does not train this layer: its weight is in none of the parameter groups")
 
-    @torch._disable_dynamo  # in a compiled step too, this is no part of what is compiled
+    @_disable_dynamo  # in a compiled step too, this is no part of what is compiled
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_nested_step(optimizer):
             return
         self._pending = None
@@ -540,18 +550,19 @@ class VirtualCovariance:
         if gradient is None:  # as the optimizer does: a weight without a gradient is not stepped
             return
         # A fused optimizer under GradScaler gets its gradients still scaled, and skips the step itself on overflow.
-        if getattr(optimizer, "found_inf", None) is not None and optimizer.found_inf:
+        overflow, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        if overflow is not None and overflow:
             return
-        if getattr(optimizer, "grad_scale", None) is not None:
-            gradient = gradient / optimizer.grad_scale.to(gradient.device)
+        if scale is not None:
+            gradient = gradient / scale.to(gradient.device)
         group = self._parameter_group(optimizer)
         rate = group["lr"].item() if isinstance(group["lr"], Tensor) else float(group["lr"])
         # Copies, for the step changes the weight and may change the gradient; and added only after it, if it is made.
         self._pending = self._weight.clone(), gradient.clone(), -rate if group.get("maximize") else rate
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._pending is None or is_nested_step(optimizer):
             return
         weight, gradient, rate = self._pending
@@ -575,7 +586,8 @@ def _own_weight(layer: nn.Module, name: str) -> nn.Parameter:
     weight = layer._parameters.get("weight")
     if weight is None:
         if parametrize.is_parametrized(layer, "weight"):
-            how = f"by {', '.join(type(each).__name__ for each in layer.parametrizations.weight)}"
+            parametrizations = layer.get_submodule("parametrizations.weight")._modules.values()
+            how = f"by {', '.join(type(each).__name__ for each in parametrizations)}"
         else:
             others = [each for each in layer._parameters if each.startswith("weight")]
             how = f"from {', '.join(others)}" if others else "elsewhere"

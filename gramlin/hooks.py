@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 SUPPORTED_LAYERS = (nn.Linear, nn.Conv2d)
 
@@ -39,7 +40,9 @@ def weight_matrix(weight: Float[Tensor, "k *d"], groups: int = 1) -> Float[Tenso
     if groups < 1 or weight.shape[0] % groups:
         raise ValueError(f"{weight.shape[0]} output channels do not split into groups={groups} equal groups")
     matrix = weight.flatten(1)
-    return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
+    if groups != 1:
+        matrix = matrix.unflatten(0, (groups, -1))
+    return matrix
 
 
 def input_rows(layer: nn.Module, inputs: Float[Tensor, "..."]) -> Float[Tensor, "*groups n d"]:
@@ -54,6 +57,7 @@ def input_rows(layer: nn.Module, inputs: Float[Tensor, "..."]) -> Float[Tensor, 
     check_layer(layer)
     if isinstance(layer, nn.Linear):
         return inputs.reshape(-1, layer.in_features)
+    assert isinstance(layer, nn.Conv2d)
     # `_reversed_padding_repeated_twice` also resolves padding="same" and the padding modes, as the layer does.
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
@@ -66,11 +70,12 @@ def output_rows(layer: nn.Module, outputs: Float[Tensor, "..."]) -> Float[Tensor
     check_layer(layer)
     if isinstance(layer, nn.Linear):
         return outputs.reshape(-1, layer.out_features)
+    assert isinstance(layer, nn.Conv2d)
     return _rows_of_groups(outputs.flatten(2), layer.groups)
 
 
 def _rows_of_groups(columns: Float[Tensor, "B c P"], groups: int) -> Float[Tensor, "*groups n c_group"]:
-    rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    rows: Tensor = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
     return rows[0] if groups == 1 else rows
 
 
@@ -122,8 +127,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, _PARALLEL):
             model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]
+        elif "_orig_mod" in model._modules and (inner := model._modules["_orig_mod"]) is not None:
+            model = inner
         else:
             return model
 
@@ -158,7 +163,9 @@ def _all_layers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn
                 f"layer {name!r} is {_path_of(type(module))}: it cannot be recorded; {_ORIGINAL}, or name other layers "
                 "in layers="
             )
-    names = {module: name for name, module in reversed(modules.items()) if isinstance(module, SUPPORTED_LAYERS)}
+    names: dict[nn.Module, str] = {
+        module: name for name, module in reversed(modules.items()) if isinstance(module, SUPPORTED_LAYERS)
+    }
     if not names:
         raise ValueError(f"{type(model).__name__} has no nn.Linear or nn.Conv2d layer ({_ORIGINAL})")
     return {name: module for name, module in modules.items() if names.get(module) == name}
@@ -190,10 +197,10 @@ def watching(modules: dict[str, nn.Module], see: Callable[[str, Tensor, Tensor],
 
     Code that ``torch.compile`` made is not used inside: it would call no hook that came after it.
     """
-    handles = []
+    handles: list[RemovableHandle] = []
 
-    def hook_of(name: str):
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def hook_of(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if getattr(module, "_is_replica", False):
                 raise ValueError(
                     f"layer {name!r} ran as a replica of nn.DataParallel, with a part of the batch; run model.module, "
@@ -265,15 +272,21 @@ class LayerRecord:
         for call in self._calls:
             gradient = call.output_gradient
             if gradient is None:  # this use does not enter the loss, so its gradient is zero
-                gradient = self.layer.weight.new_zeros(call.output_shape)
+                gradient = self._weight.new_zeros(call.output_shape)
             rows.append(output_rows(self.layer, gradient))
         return torch.cat(rows, dim=-2)
 
     @property
     def feature_gradients(self) -> Float[Tensor, "*groups n d"]:
         """∂L/∂H = ΔW: the gradient of the features *through this layer only*, without skip connections."""
-        weight = weight_matrix(self.layer.weight.detach(), getattr(self.layer, "groups", 1))
+        weight = weight_matrix(self._weight.detach(), getattr(self.layer, "groups", 1))
         return self.deltas.to(weight.dtype) @ weight  # under autocast the deltas come in the lower precision
+
+    @property
+    def _weight(self) -> Tensor:
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def _check_called(self) -> None:
         if not self._calls:
@@ -307,7 +320,7 @@ def record(model: nn.Module, layers: str | Iterable[str] | None = None) -> Itera
     """
     modules = chosen_layers(model, layers)
     records = {name: LayerRecord(name, layer) for name, layer in modules.items()}
-    handles: list = []
+    handles: list[RemovableHandle] = []
 
     def keep(name: str, inputs: Tensor, output: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:  # in a backward pass: checkpointing computes what was recorded

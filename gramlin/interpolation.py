@@ -159,7 +159,8 @@ class VAE(nn.Module):
         if latents.ndim != 2 or latents.shape[1] != self.latent:
             raise ValueError(f"latents have shape {tuple(latents.shape)}, the model is of (n, {self.latent})")
         self._check_like_weights("latents", latents)
-        return self.decoder(latents).unflatten(1, self.input_shape)
+        logits: Tensor = self.decoder(latents).unflatten(1, self.input_shape)
+        return logits
 
     def decode(self, latents: Float[Tensor, "n d"]) -> Float[Tensor, "n *image"]:
         """Images: the probability of each pixel, in [0, 1]; errors as in ``decode_logits``."""
@@ -185,9 +186,9 @@ class VAE(nn.Module):
         that has diverged.
         """
         outputs = self(images, generator)
-        terms = _elbo_terms(outputs, images)
-        _check_elbo(sum(terms), outputs, images)
-        return terms
+        reconstruction, divergence = _elbo_terms(outputs, images)
+        _check_elbo(reconstruction + divergence, outputs, images)
+        return reconstruction, divergence
 
     def _check_like_weights(self, name: str, tensor: Tensor) -> None:
         if torch.compiler.is_compiling():  # which finds out by itself, and can do nothing with these questions
@@ -204,7 +205,7 @@ def _is_shape(shape: object) -> bool:
     return (
         isinstance(shape, tuple)
         and len(shape) == 3
-        and all(isinstance(size, Integral) and not isinstance(size, bool) and size > 0 for size in shape)
+        and all(isinstance(size, Integral) and not isinstance(size, bool) and int(size) > 0 for size in shape)
     )
 
 
@@ -237,7 +238,7 @@ def _conv_halves(shape: tuple[int, ...], latent: int, hidden: int, activation: s
     inner = (64, height // 4, width // 4)
     size = inner[0] * inner[1] * inner[2]
     bottom, top = MLP([size, hidden, 2 * latent], activation), MLP([latent, hidden, size], activation)
-    act = type(bottom.activation1)
+    act = ACTIVATIONS[activation]
     encoder = nn.Sequential(
         nn.Conv2d(channels, 32, 4, stride=2, padding=1), act(), nn.Conv2d(32, 64, 4, stride=2, padding=1), act(), bottom
     )
@@ -294,7 +295,7 @@ def negative_elbo(
 _OUTPUTS = ("logits", "mean", "log_variance")
 
 
-def _check_outputs(outputs: object, images: object) -> None:
+def _check_outputs(outputs: object, images: Tensor) -> None:
     if not isinstance(outputs, tuple | list) or len(outputs) != 3:
         got = f"{len(outputs)} of them" if isinstance(outputs, tuple | list) else f"a {type(outputs).__name__}"
         raise TypeError(f"outputs: got {got}; pass (logits, mean, log_variance), as a VAE returns them")
@@ -428,7 +429,8 @@ def interpolate(
     z0, z1 = model.encode(x0)[0], model.encode(x1)[0]
     positions = torch.linspace(0, 1, steps, dtype=z0.dtype, device=z0.device)
     segments = torch.lerp(z0[:, None], z1[:, None], positions[:, None])
-    return model.decode(segments.flatten(0, 1)).unflatten(0, (len(x0), steps))
+    images: Tensor = model.decode(segments.flatten(0, 1)).unflatten(0, (len(x0), steps))
+    return images
 
 
 def _check_model(model: object) -> None:
@@ -621,7 +623,7 @@ def _residual(fit: LinearFit, z: Tensor, D: Float[Tensor, "n p"]) -> Float[Tenso
     """‖D(z) − A(z)‖ of each latent."""
     if len(fit.intercept) != D.shape[1]:
         raise ValueError(f"the decoder has {D.shape[1]} outputs, the fit {len(fit.intercept)}: they must agree")
-    residual = torch.linalg.vector_norm(D - fit.predict(z), dim=1)
+    residual: Tensor = torch.linalg.vector_norm(D - fit.predict(z), dim=1)
     if not residual.isfinite().all():
         raise ValueError("the fit's predictions of the decoder's images overflow float64; fit it to this decoder")
     return residual
@@ -644,7 +646,8 @@ def _relative(
 
 def _apart(D0: Float[Tensor, "n p"], D1: Float[Tensor, "n p"], eps: float) -> Bool[Tensor, " n"]:
     norms = torch.maximum(torch.linalg.vector_norm(D0, dim=1), torch.linalg.vector_norm(D1, dim=1))
-    return torch.linalg.vector_norm(D1 - D0, dim=1) > _ROUNDINGS * eps * norms
+    apart: Tensor = torch.linalg.vector_norm(D1 - D0, dim=1) > _ROUNDINGS * eps * norms
+    return apart
 
 
 def _eps(z: Tensor) -> float:
@@ -687,7 +690,7 @@ def pca_ceiling(targets: Float[Tensor, "n K"], dimensions: int) -> Float[Tensor,
         for chunk in targets.split(_CHUNK_ROWS):
             sums.add_rows(to_float64(chunk))
         gram = sums.products
-    variances = torch.linalg.eigvalsh(gram, UPLO="U").clamp_min(0)
+    variances: Tensor = torch.linalg.eigvalsh(gram, UPLO="U").clamp_min(0)
     total = variances.sum()
     if total < _UNDERFLOW:
         raise ValueError(

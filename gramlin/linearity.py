@@ -5,7 +5,7 @@ float64, and no (n, n) matrix is formed for n samples, unless n ≤ d, where it 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -325,6 +325,10 @@ class MomentsMetric(Metric):
     is_differentiable = False
     full_state_update = False
 
+    # States that are read by name; torchmetrics sets them.
+    rows: list[Tensor]
+    mean: Tensor
+
     def __init__(self, num_classes: int | None = None, **kwargs: Any):
         if kwargs.get("compute_on_cpu"):
             raise ValueError("compute_on_cpu is not supported; move the features to the CPU before update()")
@@ -405,7 +409,9 @@ class MomentsMetric(Metric):
         self._store(moments)
         self._computed = None
 
-    def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any = None) -> None:
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., list[Tensor]] = gather_all_tensors, process_group: Any = None
+    ) -> None:
         # Every process gives one tensor a state, empty ones too, and merges what it gets in the order of the ranks.
         local = self.metric_state
         local["rows"] = torch.cat(self.rows) if self.rows else self.mean.new_zeros(0, 0)
@@ -421,22 +427,29 @@ class MomentsMetric(Metric):
         self._store(total)
 
     @contextmanager
-    def sync_context(self, should_unsync: bool = True, **kwargs: Any) -> Iterator[None]:
+    def sync_context(
+        self,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        should_unsync: bool = True,
+        distributed_available: Callable[..., Any] | None = None,
+    ) -> Iterator[None]:
         """As in ``Metric``; the process's own sums also come back when the value cannot be computed."""
-        self.sync(**kwargs)
+        self.sync(dist_sync_fn, process_group, should_sync, distributed_available)
         try:
             yield
         finally:
             self.unsync(should_unsync=self._is_synced and should_unsync)
 
-    def _apply(self, fn: Callable, exclude_state: Any = "") -> "MomentsMetric":
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
         def move(state: Tensor) -> Tensor:
             device = fn(torch.empty(0, device=state.device)).device
             return state if device.type == "mps" else state.to(device)
 
         return super()._apply(move, exclude_state)
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}layout" in state_dict:
             self._update_count = int(state_dict[f"{prefix}layout"][3])
             self._computed = None
@@ -656,7 +669,7 @@ def _preactivation_moments(
     squares = inputs.target_squares()
     W = W * (squares > 0)
     moments = Moments(num_classes)
-    for chunk, chunk_targets in zip(features.split(size), targets.split(size), strict=True):
+    for chunk, chunk_targets in zip(torch.split(features, size), torch.split(targets, size), strict=True):
         moments.update((to_float64(chunk) - inputs.mean) @ W.mT, chunk_targets)
     _target_variation(moments)
     return moments, exponent, squares.sum().sqrt() * torch.linalg.vector_norm(W)

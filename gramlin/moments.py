@@ -439,9 +439,10 @@ class Moments:
             return
         if other.are_classes and self.num_classes is not None and other.num_targets > self.num_classes:
             raise ValueError(f"there are {other.num_targets} classes to be added, num_classes is {self.num_classes}")
-        self._check_fits(other.num_features, other.num_targets, other.are_classes, other.device)
+        of_classes = bool(other.are_classes)
+        self._check_fits(other.num_features, other.num_targets, of_classes, other.device)
         K = max(self.num_targets, other.num_targets)
-        self._start(other.num_features, K, other.are_classes)
+        self._start(other.num_features, K, of_classes)
         if self.sums is None and other.sums is None and self.count + other.count <= self.num_features:
             self.rows += other.rows
             return
@@ -450,7 +451,7 @@ class Moments:
             for rows in other.rows:
                 sums.add_rows(*other._split(rows))
         else:
-            sums.add(other.sums.widened(K))
+            sums.add(other.sums.widened(K))  # type: ignore[arg-type]  # of one kind: _check_fits
 
     def _start(self, d: int, K: int, of_classes: bool) -> None:
         """Set the widths; classes not seen before get sums of no samples."""
@@ -474,7 +475,7 @@ class Moments:
             raise ValueError(f"features have width {d}, earlier ones {self.num_features}: they must agree")
         if of_classes != self.are_classes:
             kinds = ("real numbers", "classes")
-            raise ValueError(f"targets are {kinds[of_classes]}, earlier ones {kinds[self.are_classes]}; pass one kind")
+            raise ValueError(f"targets are {kinds[of_classes]}, earlier ones {kinds[not of_classes]}; pass one kind")
         if self.num_targets != K and not of_classes:
             raise ValueError(f"targets have width {K}, earlier ones {self.num_targets}: they must agree")
         if device != self.device:
@@ -542,9 +543,9 @@ class Moments:
         if self.are_classes:
             counts = self.class_counts
             return counts * (self.count - counts) / self.count
-        if self.sums is None:
-            return _without_underflow(self.centred_rows()[1].square().sum(dim=0))
-        return self.sums.target_squares()
+        if isinstance(self.sums, Sums):
+            return self.sums.target_squares()
+        return _without_underflow(self.centred_rows()[1].square().sum(dim=0))
 
     def centred_rows(self) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n K"]]:
         """H and Y less their means; only while the rows are kept (``sums`` is None)."""
@@ -574,7 +575,7 @@ class Moments:
 
     def within_products(self, directions: Float[Tensor, "d r"]) -> Float[Tensor, "r r"]:
         """Vᵀ Σ (h − μ_c)(h − μ_c)ᵀ V, the scatter within classes along the columns of V; only for classes."""
-        if self.sums is not None:
+        if isinstance(self.sums, ClassSums):
             return directions.mT @ _mirrored(self.sums.within) @ directions
         rows, labels = self._split(self._joint_rows())
         _, shifts, _ = _centre(rows, labels, self.num_targets)
@@ -584,7 +585,7 @@ class Moments:
     def _by_class(self) -> tuple[Float[Tensor, " K"], Float[Tensor, "K d"]]:
         if not self.are_classes:
             raise ValueError("the targets are real vectors; classes have counts and means: pass integer labels")
-        if self.sums is not None:
+        if isinstance(self.sums, ClassSums):
             return self.sums.counts.clone(), self.sums.means.clone()
         counts, shifts, origin = _centre(*self._split(self._joint_rows()), self.num_targets)
         return counts, (origin + shifts) * (counts > 0)[:, None]

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from gramlin.checks import check_finite, check_tensor
 from gramlin.collapse import MEASURES, check_classes
@@ -238,6 +238,7 @@ def probe(
         for metric_name, metric in chosen.items():
             if metric.fit is not None:
                 rows = _view(metric.views[0], modules[name], entered, left, targets, positions)
+                assert rows is not None  # only a view that is not fitted may have none
                 scores[name, metric_name].update(*rows)
 
     missing = _pass(model, {name: modules[name] for name in order}, test_pairs, num_classes, score)
@@ -296,7 +297,7 @@ def _pairs(name: str, batches: Any, targets: Tensor | None, batch_size: int) -> 
     return _checked_pairs(batches) if targets is None else _with_targets(batches, targets)
 
 
-def _checked_pairs(batches: Iterable) -> Iterator[tuple[Any, Tensor]]:
+def _checked_pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
     for batch in batches:
         if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) != 2:
             raise TypeError(
@@ -306,16 +307,17 @@ def _checked_pairs(batches: Iterable) -> Iterator[tuple[Any, Tensor]]:
         yield batch[0], batch[1]
 
 
-def _with_targets(batches: Iterable, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
+def _with_targets(batches: Iterable[Any], targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
     start = 0
     for inputs in batches:
         lengths = _lengths(inputs)
-        if len(set(lengths.values())) > 1 or None in lengths.values():
+        length = next(iter(lengths.values()))
+        if len(set(lengths.values())) > 1 or length is None:
             raise ValueError(
                 f"a batch has tensors of several lengths, {_listed(lengths)}; pass inputs whose tensors have a sample "
                 "a row, or batches of (inputs, targets)"
             )
-        stop = start + next(iter(lengths.values()))
+        stop = start + length
         if stop > len(targets):
             raise ValueError(f"got {stop} inputs and more, but {len(targets)} targets; pass as many as inputs")
         yield inputs, targets[start:stop]
@@ -391,8 +393,8 @@ def _mapped(function: Callable[[str, Any], Any], inputs: Any) -> Any:
         if isinstance(value, Tensor):
             return function(place, value)
         if isinstance(value, Mapping):
-            items = {key: walk(f"{place}[{key!r}]", each) for key, each in value.items()}
-            return _refilled(value, items.items()) if isinstance(value, MutableMapping) else items
+            entries = {key: walk(f"{place}[{key!r}]", each) for key, each in value.items()}
+            return _refilled(value, entries.items()) if isinstance(value, MutableMapping) else entries
         if is_dataclass(value) and not isinstance(value, type):
             names = [each.name for each in fields(value) if hasattr(value, each.name)]
             new = copy.copy(value)
@@ -427,7 +429,7 @@ def _refilled(container: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 def _check_has_values(model: nn.Module) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ValueError(f"{name} of the model has no shape yet; run the model once, on any batch, before probe")
     if tensors and all(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("the model is on the meta device, without numbers; load it on another, e.g. with to_empty()")

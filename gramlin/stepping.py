@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterable
+from types import FrameType
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,7 +46,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def has_closure(args: tuple, kwargs: dict) -> bool:
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a step, by the arguments that its hooks are given, will compute gradients itself."""
     return any(argument is not None for argument in (*args[1:], *kwargs.values()))
 
@@ -55,7 +57,8 @@ def is_nested_step(optimizer: Optimizer) -> bool:
     torch runs the hooks of both. The stack is asked, for a count of the steps begun and ended would be left wrong by a
     step that raises.
     """
-    frame, steps = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    steps = 0
     while frame is not None:
         code = frame.f_code
         # "in", for torch.compile splits the function and names the pieces after it.

@@ -1,9 +1,9 @@
 """One training loop for all chapters: data stay on the device, and nothing is done a sample at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,8 @@ def train(
     batch_size: int | None = None,
     loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
     seed: int = 0,
-    record: Callable[[int], dict] | None = None,
-) -> list[dict]:
+    record: Callable[[int], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
     """Train a model, and record what is asked for before the first epoch and after each.
 
     Args:
@@ -60,9 +60,8 @@ def train(
     history = [{"epoch": 0, "train_loss": None, **_recorded(model, record, 0)}]
     for epoch in range(1, epochs + 1):
         model.train()
-        if batch_size is None:
-            batches = [slice(None)]
-        else:
+        batches: Sequence[slice | Tensor] = [slice(None)]
+        if batch_size is not None:
             batches = torch.randperm(n, generator=generator).to(inputs.device).split(batch_size)
         total = torch.zeros((), device=inputs.device)
         for batch in batches:
@@ -92,7 +91,7 @@ def _check_smallest_batch(model: nn.Module, inputs: Tensor, batch_size: int) -> 
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         devices = [inputs.device] if inputs.is_cuda else []
-        eager = "force_eager"  # one sample is no shape to compile for
+        eager: Literal["force_eager"] = "force_eager"  # one sample is no shape to compile for
         with _in_mode(model, training=True), torch.random.fork_rng(devices), torch.compiler.set_stance(eager):
             unwrapped(model)(inputs[:1].clone())
     except ValueError as error:
@@ -114,7 +113,7 @@ def check_batch_size(batch_size: int) -> None:
         raise ValueError(f"batch_size is {batch_size!r}; pass a positive integer")
 
 
-def _recorded(model: nn.Module, record: Callable[[int], dict] | None, epoch: int) -> dict:
+def _recorded(model: nn.Module, record: Callable[[int], dict[str, Any]] | None, epoch: int) -> dict[str, Any]:
     if record is None:
         return {}
     with evaluating(model):

@@ -18,11 +18,12 @@ weights on a CPU there is a faster way, whose M is I plus a small skew matrix th
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -85,7 +86,8 @@ def polar_factor(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
     # Devices other than CUDA may lack float64 or the SVD: the CPU has both.
     work = M.detach() if M.device.type == "cuda" else M.detach().cpu()
     U, _, Vh = torch.linalg.svd(_over_largest(work.double()), full_matrices=False)
-    return (U @ Vh).to(device=M.device, dtype=dtype)
+    exact: Tensor = U @ Vh
+    return exact.to(device=M.device, dtype=dtype)
 
 
 def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Float[Tensor, "*batch m n"]:
@@ -119,7 +121,7 @@ def newton_schulz_polar(M: Float[Tensor, "*batch m n"], steps: int = 10) -> Floa
         raise TypeError(f"steps: got a {type(steps).__name__}; pass a number of steps")
     if steps < 0:
         raise ValueError(f"steps is {steps}; pass 0 or more")
-    X = _over_largest(M)
+    X: Tensor = _over_largest(M)
     X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp_min(torch.finfo(M.dtype).tiny)
     # On the smaller side: X p(XᵀX) = p(XXᵀ) X.
     wide = M.shape[-2] < M.shape[-1]
@@ -291,7 +293,8 @@ def whiten(
     optimizer.register_step_pre_hook(whitening.before_step)
     optimizer.register_step_post_hook(whitening.after_step)
     # torch leaves hooks out of copies and pickles, which would then make plain steps without a word.
-    optimizer.__getstate__ = functools.partial(_state_with_whitening, optimizer)
+    state = functools.partial(_state_with_whitening, optimizer)
+    optimizer.__getstate__ = state  # type: ignore[method-assign]  # of this optimizer, not of its class
     return WhiteningHandle(optimizer, whitening)
 
 
@@ -303,7 +306,7 @@ class _Whitening:
         self.copied = False
         self._before: list[tuple[str, Tensor, Tensor, bool]] = []  # name, parameter, old values, whether to whiten it
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"copied": True, "_before": []}
 
     def within_reach(self, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -325,9 +328,9 @@ class _Whitening:
                 )
         return found
 
-    @torch._disable_dynamo  # in a compiled step too, this is no part of what is compiled
+    @_disable_dynamo  # in a compiled step too, this is no part of what is compiled
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the parameters are, if the step may be made."""
         if is_nested_step(optimizer):
             return
@@ -336,13 +339,14 @@ class _Whitening:
         stepped = {p: name for name, p in _named(optimizer) if p.grad is not None}
         # A closure has the gradients yet to come; under GradScaler, a fused optimizer itself skips what is not finite.
         if not has_closure(args, kwargs) and getattr(optimizer, "found_inf", None) is None:
-            _check_all_finite([(f"the gradient of {name}", p.grad) for p, name in stepped.items()])
+            gradients = [(f"the gradient of {name}", p.grad) for p, name in stepped.items() if p.grad is not None]
+            _check_all_finite(gradients)
         named = {p: name for name, p in _named(optimizer) if p.requires_grad and not is_lazy(p)} | stepped
         self._before = [(name, p, p.clone(), p in whitened) for p, name in named.items()]
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Turn the weights that the step changed, or put all back where that cannot be done."""
         if is_nested_step(optimizer):
             return
@@ -406,8 +410,8 @@ def _chosen(params: Iterable[Tensor] | None, optimizer: Optimizer) -> list[Tenso
     if params is None:
         return None
     if isinstance(params, (Tensor, nn.Module, str)) or not isinstance(params, Iterable):
-        hint = {Tensor: ", [weight]", nn.Module: ", module.parameters()"}
-        hint = next((hint[kind] for kind in hint if isinstance(params, kind)), "")
+        hints = {Tensor: ", [weight]", nn.Module: ", module.parameters()"}
+        hint = next((hints[kind] for kind in hints if isinstance(params, kind)), "")
         raise TypeError(f"params: got a {type(params).__name__}; pass an iterable of parameters{hint}, or None for all")
     chosen = list(params)
     if not chosen:
@@ -453,7 +457,7 @@ def _detach(optimizer: Optimizer, whitening: _Whitening) -> None:
         vars(optimizer).pop("__getstate__", None)
 
 
-def _state_with_whitening(optimizer: Optimizer) -> dict:
+def _state_with_whitening(optimizer: Optimizer) -> dict[str, Any]:
     """What a copy or a pickle of the optimizer is made from: torch's own, and the hooks of ``whiten`` with it.
 
     The keys of torch's hooks are numbers that it counts up in each process; a whitening itself is a key that no hook
@@ -489,7 +493,7 @@ def _small_rotation(cross: Float[Tensor, "k k"], cross_step: Float[Tensor, "k k"
     if eigenvalues[0] < -resolved or (eigenvalues < resolved).sum() > _MAX_UNRESOLVED * len(eigenvalues):
         return None
     sums = (eigenvalues[:, None] + eigenvalues).clamp_min(resolved)
-    generator = basis @ (basis.mT @ skew @ basis / sums) @ basis.mT
+    generator: Tensor = basis @ (basis.mT @ skew @ basis / sums) @ basis.mT
     generator = (generator - generator.mT) / 2
     square = generator @ generator
     if not square.norm() <= _MAX_SQUARE:
@@ -507,7 +511,7 @@ def _polar_by_products(M: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch 
     rank. Looks at the result once a pass, so the device is waited for once.
     """
     wide = M.shape[-2] <= M.shape[-1]
-    X = M if wide else M.mT
+    X: Tensor = M if wide else M.mT
     m, n = X.shape[-2:]
     tiny = torch.finfo(X.dtype).tiny
     X = _over_largest(X)

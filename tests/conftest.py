@@ -6,6 +6,9 @@ import sys
 import pytest
 import torch
 
+# Scripts of test_typing, the second of which is full of mistakes.
+collect_ignore = ["typing"]
+
 # The tests' tensors are small: with several threads most of the time goes into waiting for one another.
 torch.set_num_threads(1)
 

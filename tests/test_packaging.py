@@ -79,6 +79,7 @@ def test_the_wheel_holds_the_package_its_data_and_its_licences(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "gramlin/embedded/fashion-mnist-mini.npz" in names
     assert "gramlin/embedded/LICENSE-fashion-mnist" in names
+    assert "gramlin/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "book", "results"))]
 
