@@ -17,9 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gramlin.catalogue import check_name, image_set_names
-from gramlin.results import LEFT_OUT, ResultsStore, write_atomically
+from gramlin.results import LEFT_OUT, JsonObject, ResultsStore, write_atomically
+
+if TYPE_CHECKING:
+    import nbformat
 
 PROFILES = ("quick", "paper")
 PARAMETERS = ("profile", "dataset", "device", "seeds", "results_dir")
@@ -73,9 +77,9 @@ def check_parameters(
     profile: str = "quick",
     dataset: str = "auto",
     device: str = "auto",
-    seeds="0, 1, 2",
+    seeds: object = "0, 1, 2",
     results_dir: str = "auto",
-    **classes,
+    **classes: object,
 ) -> Parameters:
     """Check a chapter's parameters, and resolve "auto"; the first thing that a chapter does.
 
@@ -112,11 +116,11 @@ def check_parameters(
         raise ValueError(f"device is {device!r}; pass 'auto', 'cpu', 'cuda' or 'cuda:N'")
     checked_seeds = _checked_seeds(seeds)
     directory = results_directory(results_dir, may_be_new=profile == "paper")
-    numbers = tuple(int(value) for value in classes.values())
+    numbers = tuple(int(str(value)) for value in classes.values())
     return Parameters(profile, dataset, checked_seeds, _resolved_device(device), directory, numbers)
 
 
-def results_directory(results_dir: str | os.PathLike = "auto", *, may_be_new: bool = False) -> Path:
+def results_directory(results_dir: str | os.PathLike[str] = "auto", *, may_be_new: bool = False) -> Path:
     """The folder of finished runs that a parameter means; "auto" as in ``check_parameters``.
 
     Args:
@@ -223,7 +227,7 @@ def _injected_names() -> list[str]:
 _LARGEST_SEED = 2**53  # what a stored run holds
 
 
-def _checked_seeds(seeds) -> tuple[int, ...]:
+def _checked_seeds(seeds: object) -> tuple[int, ...]:
     problem = (
         f"seeds is {seeds!r}; pass a list of different integers of at least 0 and at most 2**53, such as [0, 1, 2] or "
         "'0, 1, 2'"
@@ -288,19 +292,24 @@ def repository() -> Path | None:
     return root if (root / "_toc.yml").exists() and (root / "book").is_dir() else None
 
 
-def notebooks() -> list[Path]:
-    """The book's notebooks: the chapters in order, then the pages that sum them up.
-
-    Raises:
-        BookError: the package was installed without the book's sources.
-    """
+def _sources() -> Path:
+    """The folder of the book's sources; ``BookError`` without them."""
     root = repository()
     if root is None:
         raise BookError(
             "this gramlin was installed without the book's sources; clone its repository and install it with "
             "`make book` or `pip install --editable .[book]`, or give the path of a notebook"
         )
-    return sorted((root / "book").glob("*.ipynb"))  # chapters begin with their number
+    return root
+
+
+def notebooks() -> list[Path]:
+    """The book's notebooks: the chapters in order, then the pages that sum them up.
+
+    Raises:
+        BookError: the package was installed without the book's sources.
+    """
+    return sorted((_sources() / "book").glob("*.ipynb"))  # chapters begin with their number
 
 
 def chapters() -> list[Path]:
@@ -343,7 +352,7 @@ def find_chapter(name: str) -> Path:
     raise BookError(f"there is no chapter {name!r}; pass a number, a name or the path of a notebook: {known}")
 
 
-def execute(chapter: Path, output: Path, parameters: dict | None = None, *, progress: bool | None = None) -> str:
+def execute(chapter: Path, output: Path, parameters: JsonObject | None = None, *, progress: bool | None = None) -> str:
     """Run a chapter with papermill into a new notebook; the source is left alone.
 
     Args:
@@ -382,7 +391,7 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
         for content in (each.get("data", {}) for cell in code for each in cell.outputs):
             if "image/png" in content:
                 content["image/png"] = _with_palette(content["image/png"])
-        nbformat.write(notebook, output)
+        nbformat.write(notebook, output)  # type: ignore[no-untyped-call]  # nbformat has no annotations
     except PapermillExecutionError as error:
         kind = ClaimError if error.ename == ClaimError.__name__ else BookError
         raise kind(
@@ -402,7 +411,7 @@ def execute(chapter: Path, output: Path, parameters: dict | None = None, *, prog
     return "".join(each.get("text", "") for each in code[-1].outputs).strip() if code else ""
 
 
-def _parameters_of(chapter: Path) -> dict:
+def _parameters_of(chapter: Path) -> JsonObject:
     """The parameters of a notebook, by name; ``BookError`` if it is none, or none that can be run."""
     import papermill
 
@@ -422,9 +431,10 @@ def _parameters_of(chapter: Path) -> dict:
     if not kernel:
         raise BookError(f"{chapter} names no Jupyter kernel; choose one in Jupyter, and save it")
     try:
-        return papermill.inspect_notebook(str(chapter))
+        parameters: JsonObject = papermill.inspect_notebook(str(chapter))
     except Exception as error:  # its readers let through whatever a file of another form makes them stumble over
         raise refuse(error) from error
+    return parameters
 
 
 def _check_output(output: Path, chapter: Path) -> None:
@@ -442,7 +452,7 @@ def _check_output(output: Path, chapter: Path) -> None:
         raise BookError(f"{output} cannot be written ({error.strerror}); pass another file for the output") from error
 
 
-def _left_out(cells: Iterable) -> list[str]:
+def _left_out(cells: Iterable["nbformat.NotebookNode"]) -> list[str]:
     """The lines of executed cells that say which stored runs were left out, each once."""
     printed = "".join(each.get("text", "") for cell in cells for each in cell.outputs if each.get("name") == "stdout")
     return list(dict.fromkeys(line for line in printed.splitlines() if line.startswith(LEFT_OUT)))
@@ -480,7 +490,7 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
         raise BookError(f"{chapter} cannot be written; pass --output, or change who may write")
     executed = (root or chapter.parent) / "_build" / "refresh" / chapter.name
     printed = execute(chapter, executed, progress=progress)
-    source, result = nbformat.read(chapter, as_version=4), nbformat.read(executed, as_version=4)
+    source, result = (nbformat.read(path, as_version=4) for path in (chapter, executed))  # type: ignore[no-untyped-call]  # nbformat has no annotations
     for cell, ran in zip(source.cells, result.cells, strict=True):
         if cell.cell_type == "code":
             for each in ran.outputs:
@@ -492,7 +502,8 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
             for each in cell.outputs:
                 each.pop("transient", None)
     try:
-        write_atomically(chapter.resolve(), nbformat.writes(source).rstrip("\n") + "\n")
+        text = nbformat.writes(source)  # type: ignore[no-untyped-call]  # nbformat has no annotations
+        write_atomically(chapter.resolve(), text.rstrip("\n") + "\n")
     except OSError as error:
         raise BookError(f"{chapter} could not be written, and is as it was ({error.strerror}); make room") from error
     return printed
@@ -518,8 +529,7 @@ def build(
     Raises:
         BookError: the renderer failed or there are no sources; ValueError, ClaimError: as in ``execute``.
     """
-    sources = notebooks()
-    root = repository()
+    root, sources = _sources(), notebooks()
     asked = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
     check_parameters(**asked)
     with_parameters, executed = chapters(), []
@@ -559,7 +569,7 @@ def _render(root: Path, source: Path, strict: bool) -> None:
         print("\n".join(warnings), file=sys.stderr)
 
 
-def _key(root: Path, chapter: Path, parameters: dict) -> str:
+def _key(root: Path, chapter: Path, parameters: JsonObject) -> str:
     """What a chapter's outputs depend on, as a hash."""
     digest = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
     notebook = json.loads(chapter.read_text(encoding="utf-8"))

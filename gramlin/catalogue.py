@@ -157,7 +157,7 @@ def check_name(name: str, known: Iterable[str] = tuple(CATALOGUE)) -> None:
         raise ValueError(f"there is no data set {name!r}{hint}; pass one of {', '.join(known)}, or folder:PATH")
 
 
-def expanded(name: str, path: str | os.PathLike) -> Path:
+def expanded(name: str, path: str | os.PathLike[str]) -> Path:
     """The path with ``~`` for the user's home.
 
     Raises:
@@ -169,7 +169,7 @@ def expanded(name: str, path: str | os.PathLike) -> Path:
         raise ValueError(f"{name} is {os.fspath(path)!r}, a home that is not known here; pass a full path") from error
 
 
-def data_directory(data_dir: str | os.PathLike | None = None) -> Path:
+def data_directory(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """The folder that data are read from: the argument, else ``$GRAMLIN_DATA``, else the user's cache folder.
 
     It need not exist; an empty ``$GRAMLIN_DATA`` counts as not set.
@@ -193,7 +193,7 @@ def data_directory(data_dir: str | os.PathLike | None = None) -> Path:
     return directory
 
 
-def list_datasets(data_dir: str | os.PathLike | None = None) -> list[dict]:
+def list_datasets(data_dir: str | os.PathLike[str] | None = None) -> list[dict[str, str | int]]:
     """The named data sets, a dictionary each: name, sizes, licence, and whether it is present; reads no data."""
     directory = data_directory(data_dir)
 

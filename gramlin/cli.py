@@ -4,7 +4,9 @@ import difflib
 import functools
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import click
 
@@ -12,12 +14,21 @@ import gramlin
 from gramlin import book, catalogue
 from gramlin.results import ResultsStore
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-def _one_line_errors(command):
+
+class _UserError(click.ClickException):
+    """What the user can mend."""
+
+    exit_code = 2
+
+
+def _one_line_errors(command: Callable[_P, _T]) -> Callable[_P, _T]:
     """End errors that the user can mend in one line and exit status 2, and failed claims in status 1."""
 
     @functools.wraps(command)
-    def wrapped(*args, **kwargs):
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return command(*args, **kwargs)
         except book.ClaimError as error:
@@ -25,9 +36,7 @@ def _one_line_errors(command):
         except (ValueError, OSError, RuntimeError, ImportError, ExceptionGroup) as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            failure = click.ClickException(", ".join([str(error), *getattr(error, "__notes__", [])]))
-            failure.exit_code = 2
-            raise failure from error
+            raise _UserError(", ".join([str(error), *getattr(error, "__notes__", [])])) from error
 
     return wrapped
 
@@ -56,9 +65,16 @@ _device = click.option("--device", default="auto", show_default=True, help="auto
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="The executed notebook.")
 @click.option("--in-place", is_flag=True, help="Run with the defaults and keep the outputs in the chapter itself.")
 @_one_line_errors
-def run(chapter, parameters, profile, device, output, in_place) -> None:
+def run(
+    chapter: str,
+    parameters: tuple[tuple[str, str], ...],
+    profile: str | None,
+    device: str | None,
+    output: Path | None,
+    in_place: bool,
+) -> None:
     """Run a CHAPTER (its number, name or path) into a new notebook, and print its claims."""
-    values = {}
+    values: dict[str, str] = {}
     for name, value in (*parameters, ("profile", profile), ("device", device)):
         if value is not None:
             if values.get(name, value) != value:
@@ -84,7 +100,7 @@ def run(chapter, parameters, profile, device, output, in_place) -> None:
 @_device
 @click.option("--strict", is_flag=True, help="Make every warning of the renderer an error.")
 @_one_line_errors
-def build(profile, device, strict) -> None:
+def build(profile: str, device: str, strict: bool) -> None:
     """Execute the chapters that changed, render the book, and print the path of its first page."""
     page, executed = book.build(profile=profile, device=device, strict=strict)
     click.echo(f"executed: {', '.join(executed) or 'nothing had changed'}")
@@ -95,7 +111,7 @@ def build(profile, device, strict) -> None:
 @_device
 @click.option("--results-dir", default="auto", help="The folder of finished runs.")
 @_one_line_errors
-def cost(device, results_dir) -> None:
+def cost(device: str, results_dir: str) -> None:
     """Measure time and memory of each chapter's quick profile, where the store lacks them, and print what it has."""
     from gramlin import costs
     from gramlin.experiments import sweep
@@ -124,7 +140,7 @@ def list_data() -> None:
 @data.command()
 @click.argument("name")
 @_one_line_errors
-def get(name) -> None:
+def get(name: str) -> None:
     """Download a data set, check it, and make it ready."""
     from gramlin import data as sets
 
@@ -142,7 +158,7 @@ def path() -> None:
 @click.argument("experiment", required=False)
 @click.option("--results-dir", default="auto", help="The folder of finished runs.")
 @_one_line_errors
-def results(experiment, results_dir) -> None:
+def results(experiment: str | None, results_dir: str) -> None:
     """List the finished runs, of one EXPERIMENT or of all, and name damaged files on standard error (status 2)."""
     store = ResultsStore(book.results_directory(results_dir))
     if experiment is not None and experiment not in (known := store.experiments()):
@@ -173,7 +189,8 @@ def results(experiment, results_dir) -> None:
         sys.exit(2)
 
 
-def _table(rows: list[dict]) -> str:
+def _table(rows: Sequence[Mapping[str, object]]) -> str:
     import pandas
 
-    return pandas.DataFrame(rows).to_string(index=False)
+    text: str = pandas.DataFrame(rows).to_string(index=False)
+    return text

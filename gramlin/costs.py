@@ -21,7 +21,7 @@ from gramlin.experiments import (
     linearity_settings,
     whitening_settings,
 )
-from gramlin.results import ResultsStore, Run
+from gramlin.results import JsonObject, ResultsStore, Run
 
 # By chapter, the experiment whose runs it stores, and their settings.
 _STORED = {
@@ -33,7 +33,7 @@ _STORED = {
 }
 
 
-def measure_cost(*, chapter: int, device: str | torch.device = "cpu", gpu: bool = False) -> dict:
+def measure_cost(*, chapter: int, device: str | torch.device = "cpu", gpu: bool = False) -> JsonObject:
     """Run a chapter in its quick profile; its wall time is that of the run.
 
     Args:
@@ -59,7 +59,7 @@ def _peak_of(chapter: Path, device: str) -> int:
 COST = Experiment("cost", measure_cost)
 
 
-def cost_settings(device: str | torch.device = "cpu") -> list[dict]:
+def cost_settings(device: str | torch.device = "cpu") -> list[JsonObject]:
     """One for each chapter, those of a GPU apart from those of a CPU."""
     own = {} if torch.device(device).type == "cpu" else {"gpu": True}
     return [{"chapter": number, **own} for number in _STORED]
@@ -72,7 +72,8 @@ def cost_table(store: ResultsStore) -> pd.DataFrame:
     minutes of one, and the hours of all; on a CPU with one thread a run, and often with another beside it.
     Last, how many runs a chapter asks for with three seeds, on MNIST and on CIFAR-10, which is the paper profile's own.
     """
-    rows, measured = {}, store.runs("cost")
+    rows: dict[int, dict[str, str | int]] = {}
+    measured = store.runs("cost")
     for chapter, (experiment, settings) in _STORED.items():
         runs = store.runs(experiment)
         rows[chapter] = {}

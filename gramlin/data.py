@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def load(
     name: str,
     *,
     device: str | torch.device = "cpu",
-    data_dir: str | os.PathLike | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
 ) -> Dataset:
     """Load a data set whole, onto a device; nothing is downloaded (see ``get``).
@@ -137,7 +138,7 @@ def load(
     return replace(dataset, **{split: getattr(dataset, split).to(place) for split in splits})
 
 
-def get(name: str, data_dir: str | os.PathLike | None = None) -> str:
+def get(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
     """Download a data set if it is not there, check it, prepare what can be kept, and say so in a line.
 
     Raises:
@@ -197,7 +198,7 @@ def _whole(name: str, value: int, least: int, advice: str = "") -> int:
     return whole
 
 
-def _number(name: str, value: Real, least: Real, most: Real) -> float:
+def _number(name: str, value: float, least: float, most: float) -> float:
     if not isinstance(value, Real) or not least <= value <= most:  # NaN is not
         raise ValueError(f"{name} is {value!r}; pass a number from {least:g} to {most:g}")
     return float(value)
@@ -247,7 +248,7 @@ def swiss_roll(n: int, *, turns: float = 1.5, noise: float = 0.0, seed: int = 0)
         ValueError: an argument outside its range, or a count that is no whole number.
     """
     n, generator = _whole("n", n, 1), _seeded(seed)
-    turns, noise = _number("turns", turns, 0.01, 1000), _number("noise", noise, 0, 1e6)
+    turns, noise = _number("turns", turns, 0.01, 1000.0), _number("noise", noise, 0.0, 1e6)
     start, length = 1.5 * torch.pi, 2 * torch.pi * turns
     angle = start + length * torch.rand(n, 1, generator=generator)
     points = torch.cat([angle * angle.cos(), angle * angle.sin()], dim=1)
@@ -294,7 +295,9 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _made(entry: Entry, train: tuple, test: tuple, classes: tuple[str, ...] | None) -> Dataset:
+def _made(
+    entry: Entry, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], classes: tuple[str, ...] | None
+) -> Dataset:
     return Dataset(entry.name, *train, *test, classes, entry.source, entry.licence)
 
 
@@ -359,17 +362,17 @@ _CLASS_NAMES = {
 }
 
 
-def _torchvision_class(name: str):
+def _torchvision_class(name: str) -> type[Any]:
     import torchvision.datasets
 
-    known = getattr(torchvision.datasets, _CLASS_NAMES[name])
+    known: type[Any] = getattr(torchvision.datasets, _CLASS_NAMES[name])
     if name not in _IDX_MD5:
         return known
     # Where processed/*.pt of its old versions are there too, torchvision takes those, whose sums nobody knows.
     return type(known.__name__, (known,), {"_check_legacy_exist": lambda self: False})
 
 
-def _split_options(name: str) -> tuple[dict, dict]:
+def _split_options(name: str) -> tuple[dict[str, str | bool], dict[str, str | bool]]:
     if name == "svhn":
         return {"split": "train"}, {"split": "test"}
     return {"train": True}, {"train": False}
@@ -416,8 +419,8 @@ def _missing(entry: Entry, directory: Path) -> str:
 
 def _load_torchvision(entry: Entry, directory: Path) -> Dataset:
     files = [directory / file for file in entry.files]
-    stats = {path: _status(path) for path in files}
-    absent = [path for path, status in stats.items() if status is None]
+    stats = {path: status for path in files if (status := _status(path)) is not None}
+    absent = [path for path in files if path not in stats]
     if absent == files:
         raise DataError(_missing(entry, directory))
     if absent:
@@ -561,7 +564,7 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         try:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # mypy takes an array for savez's allow_pickle
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)  # readable for all who share the folder

@@ -13,9 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
+
+if TYPE_CHECKING:  # imported where an image is opened
+    import PIL.Image
 
 # The rules of decoding: another number, and what was kept under the old rules is decoded anew.
 DECODING = 2
@@ -44,7 +48,7 @@ class DataError(RuntimeError):
     """Data are missing or damaged: the message names the file and says what to do."""
 
 
-def shown(path: str | os.PathLike) -> str:
+def shown(path: str | os.PathLike[str]) -> str:
     """A path for a message of one line: escaped if it has undecodable bytes, line ends or the like."""
     text = os.fspath(path)
     return text if text.isprintable() else repr(text)
@@ -97,7 +101,8 @@ def list_images(tree: Path) -> ImageTree:
             f"{shown(tree)}: test has classes that train lacks, {', '.join(map(shown, unknown))}; add images of them "
             "to train, or delete them"
         )
-    files, labels = {"train": [], "test": []}, {"train": [], "test": []}
+    files: dict[str, list[ImageFile]] = {"train": [], "test": []}
+    labels: dict[str, list[int]] = {"train": [], "test": []}
     for split, by_name in folders.items():
         top = os.path.realpath(tree / split)
         for label, name in enumerate(classes):
@@ -123,7 +128,7 @@ def _class_folders(tree: Path, split: str) -> dict[str, str]:
     return found
 
 
-def _entries(folder: str | Path) -> Iterator[tuple[os.DirEntry, os.stat_result]]:
+def _entries(folder: str | Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     """What is in a folder, and what the links among it lead to; without hidden names."""
     # os.scandir: a tree of 60,000 images is looked through at each load, and pathlib takes seconds for that.
     try:
@@ -211,7 +216,7 @@ class _Kind:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator:
+def _opened(path: str) -> Iterator["PIL.Image.Image"]:
     """An image of which the header has been read."""
     from PIL import Image, UnidentifiedImageError
 
@@ -249,6 +254,8 @@ def _damaged(path: str, error: Exception) -> DataError:
 
 def _look(path: str) -> _Kind:
     """What kind of image it is, as far as its header says."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
     with _opened(path) as image:
         try:
             pages = getattr(image, "n_frames", 1)
@@ -257,7 +264,7 @@ def _look(path: str) -> _Kind:
         if pages > 1 and image.format != "MPO":  # a photograph with previews of itself
             raise DataError(f"{shown(path)} has {pages} pages or frames; save each that is meant as a file of its own")
         deep = _is_deep(image)
-        bits = image.tag_v2.get(_BITS, (16,)) if deep and image.format == "TIFF" else (16,)
+        bits = image.tag_v2.get(_BITS, (16,)) if deep and isinstance(image, TiffImageFile) else (16,)
         if (not deep and image.mode[0] in "IF") or bits not in ((16,), 16):
             raise DataError(
                 f"{shown(path)} has signed, fractional or other numbers than of 8 or 16 bits (mode {image.mode}), and "
@@ -266,7 +273,7 @@ def _look(path: str) -> _Kind:
         return _Kind(deep or image.mode in ("1", "L", "LA"), deep)
 
 
-def _is_deep(image) -> bool:
+def _is_deep(image: "PIL.Image.Image") -> bool:
     # PIL's mode for PGM files of 16 bits is "I"; that of other formats may be of 32 bits or signed.
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))
 
@@ -283,7 +290,7 @@ def _read(path: str, grey: bool, deep: bool, image_size: int | None) -> np.ndarr
     if image_size is not None:
         pixels = _cropped(path, pixels, image_size)
     if pixels.mode == "F":
-        array = np.rint(np.asarray(pixels)).clip(0, 65535).astype(np.uint16)
+        array: np.ndarray = np.rint(np.asarray(pixels)).clip(0, 65535).astype(np.uint16)
     else:
         array = np.asarray(pixels)
         if deep:
@@ -293,12 +300,14 @@ def _read(path: str, grey: bool, deep: bool, image_size: int | None) -> np.ndarr
     return array[None] if grey else np.stack([array] * 3)
 
 
-def _deep_pixels(image):
+def _deep_pixels(image: "PIL.Image.Image") -> "PIL.Image.Image":
     """16 bits of grey as PIL's mode F, whose numbers hold them exactly and can be scaled."""
     from PIL import Image
+    from PIL.TiffImagePlugin import TiffImageFile
 
     array = np.asarray(image).astype(np.float32)
-    if image.format == "TIFF" and image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:  # PIL sees to it in 8 bits only
+    # PIL sees to it in 8 bits only.
+    if isinstance(image, TiffImageFile) and image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         array = 65535 - array
     clear = image.info.get("transparency")
     if clear is not None:
@@ -306,7 +315,7 @@ def _deep_pixels(image):
     return Image.fromarray(array)
 
 
-def _on_white(image):
+def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
     if not image.has_transparency_data:
         return image
     from PIL import Image
@@ -315,17 +324,17 @@ def _on_white(image):
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
-def _upright(image, pixels):
+def _upright(image: "PIL.Image.Image", pixels: "PIL.Image.Image") -> "PIL.Image.Image":
     from PIL import Image
 
     try:
-        turn = _TURNS.get(image.getexif().get(0x0112))
+        turn = _TURNS.get(image.getexif().get(0x0112, 1))
     except Exception:  # a damaged tag turns nothing in viewers either
         turn = None
     return pixels if turn is None else pixels.transpose(getattr(Image.Transpose, turn))
 
 
-def _cropped(path: str, pixels, image_size: int):
+def _cropped(path: str, pixels: "PIL.Image.Image", image_size: int) -> "PIL.Image.Image":
     """The shorter side scaled to ``image_size``, then the middle square."""
     from PIL import Image
 

@@ -9,6 +9,10 @@ import importlib.util
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sphinx.application
 
 # What a page may load: MathJax itself, its fonts, TeX's rarer commands, and what its menu offers to screen readers.
 _PARTS = ("tex-chtml.js", "output/chtml", "input/tex", "a11y", "sre")
@@ -28,7 +32,7 @@ def mathjax() -> Path:
     return folder
 
 
-def copy_mathjax(app, _env) -> None:
+def copy_mathjax(app: "sphinx.application.Sphinx", _env: object) -> None:
     """Put MathJax beside the pages, where ``_config.yml`` says it is; files that are there whole are left alone."""
     if app.builder.format != "html":
         return
@@ -41,12 +45,12 @@ def copy_mathjax(app, _env) -> None:
                 shutil.copy(path, copied)
 
 
-def link_equations(_app, _what, _name, _object, _options, lines: list[str]) -> None:
+def link_equations(_app: object, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
     """Turn the labels of equations, marked as code in a docstring, into links."""
     lines[:] = [re.sub(r"\(?``(eq:[a-z0-9-]+)``\)?", r":eq:`\1`", line) for line in lines]
 
 
-def setup(app) -> dict:
+def setup(app: "sphinx.application.Sphinx") -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("env-updated", copy_mathjax)
     app.connect("autodoc-process-docstring", link_equations)

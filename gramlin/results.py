@@ -18,6 +18,12 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeAlias
+
+# What JSON holds, at any depth: ``check_json`` tells, with a message that names the place. Not a union, which would ask
+# readers of a metric for a cast to the type that they know it has.
+Json: TypeAlias = Any
+JsonObject: TypeAlias = dict[str, Json]
 
 FORMAT = 1
 LEFT_OUT = "left out: "  # begins each line that says which run a page is made without
@@ -47,11 +53,11 @@ class Run:
     """
 
     experiment: str
-    settings: dict
-    metrics: dict
+    settings: JsonObject
+    metrics: JsonObject
     wall_seconds: float
     device: str
-    versions: dict = field(default_factory=lambda: _versions())
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
     commit: str = field(default_factory=lambda: source_commit())
     finished: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -75,7 +81,7 @@ class ResultsStore:
         {'accuracy': 0.9}
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike[str]):
         if not str(directory):
             raise ValueError("directory is ''; pass the path of a folder")
         self.directory = Path(directory)
@@ -84,7 +90,7 @@ class ResultsStore:
     def __repr__(self) -> str:
         return f"ResultsStore({str(self.directory)!r})"
 
-    def path(self, experiment: str, settings: dict) -> Path:
+    def path(self, experiment: str, settings: JsonObject) -> Path:
         """Where a run with these settings is kept; the name tells the data set, the method and the seed.
 
         Raises:
@@ -98,7 +104,7 @@ class ResultsStore:
         name = f"{slug}-{_digest(settings)[:8]}.json" if slug else f"{_digest(settings)[:8]}.json"
         return self.directory / experiment / name
 
-    def get(self, experiment: str, settings: dict) -> Run | None:
+    def get(self, experiment: str, settings: JsonObject) -> Run | None:
         """The run with exactly these settings, or None if it has not been finished.
 
         Raises:
@@ -251,7 +257,7 @@ def source_commit() -> str:
         return "unknown"
 
 
-def _versions() -> dict:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _RECORDED_VERSIONS:
         try:
@@ -261,7 +267,7 @@ def _versions() -> dict:
     return versions
 
 
-def _digest(content: dict) -> str:
+def _digest(content: JsonObject) -> str:
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -328,7 +334,7 @@ def _check_run(run: Run) -> None:
         raise ValueError(f"wall_seconds is {seconds!r}; pass a number of at least 0")
 
 
-def _run_of(content: dict) -> Run:
+def _run_of(content: JsonObject) -> Run:
     """The run that a file's content, less its checksum, describes; ``ValueError`` if it does not."""
     names = {"format", *(each.name for each in fields(Run))}
     for what, differing in (("lacks", names - content.keys()), ("has an unknown", content.keys() - names)):
@@ -339,10 +345,10 @@ def _run_of(content: dict) -> Run:
     return run
 
 
-def _parsed(text: str) -> dict:
+def _parsed(text: str) -> JsonObject:
     """A text of JSON as a dictionary; ``ValueError`` for another kind, repeated keys, NaN and infinity."""
 
-    def without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    def without_repeats(pairs: list[tuple[str, Json]]) -> JsonObject:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a key stands twice in one dictionary")
