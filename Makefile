@@ -10,7 +10,7 @@ book: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n logical --dist worksteal
-	$(BIN)/python -m pytest --nbval-lax book
+	$(BIN)/python -m pytest --nbval-lax book -n logical --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -510,7 +510,12 @@ def refresh_outputs(chapter: Path, *, progress: bool | None = None) -> str:
 
 
 def build(
-    *, profile: str = "quick", device: str = "auto", strict: bool = False, progress: bool | None = None
+    *,
+    profile: str = "quick",
+    device: str = "auto",
+    strict: bool = False,
+    stored: bool = False,
+    progress: bool | None = None,
 ) -> tuple[Path, list[str]]:
     """Execute the chapters that changed, and render the book from the executed copies.
 
@@ -521,19 +526,24 @@ def build(
         profile: parameter of the chapters; a page that has none is executed as it is.
         device: likewise.
         strict: whether a warning of the renderer is an error.
+        stored: execute nothing, and render the outputs that the notebooks hold.
         progress: as in ``execute``.
 
     Returns:
         The path of ``index.html``, and the names of the chapters that were executed.
 
     Raises:
-        BookError: the renderer failed or there are no sources; ValueError, ClaimError: as in ``execute``.
+        BookError: the renderer failed or there are no sources.
+        ValueError: a parameter beside ``stored``; as in ``execute``.
+        ClaimError: as in ``execute``.
     """
     root, sources = _sources(), notebooks()
     asked = {name: value for name, value in (("profile", profile), ("device", device)) if value != _DEFAULTS[name]}
     check_parameters(**asked)
+    if stored and asked:
+        raise ValueError(f"with stored outputs nothing is executed; leave out {', '.join(asked)}")
     with_parameters, executed = chapters(), []
-    for chapter in sources:
+    for chapter in [] if stored else sources:
         parameters = asked if chapter in with_parameters else {}
         output = root / "_build" / "executed" / chapter.name
         key_file, key = output.with_suffix(".key"), _key(root, chapter, parameters)
@@ -545,7 +555,8 @@ def build(
     copy = root / "_build" / "source"
     _mirror(root, copy)
     for chapter in sources:
-        _copy_if_changed(root / "_build" / "executed" / chapter.name, copy / "book" / chapter.name)
+        outputs = chapter if stored else root / "_build" / "executed" / chapter.name
+        _copy_if_changed(outputs, copy / "book" / chapter.name)
     _render(root, copy, strict)
     return root / "_build" / "html" / "index.html", executed
 

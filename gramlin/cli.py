@@ -99,11 +99,12 @@ def run(
 @_profile
 @_device
 @click.option("--strict", is_flag=True, help="Make every warning of the renderer an error.")
+@click.option("--stored", is_flag=True, help="Execute nothing; render the outputs that the notebooks hold.")
 @_one_line_errors
-def build(profile: str, device: str, strict: bool) -> None:
+def build(profile: str, device: str, strict: bool, stored: bool) -> None:
     """Execute the chapters that changed, render the book, and print the path of its first page."""
-    page, executed = book.build(profile=profile, device=device, strict=strict)
-    click.echo(f"executed: {', '.join(executed) or 'nothing had changed'}")
+    page, executed = book.build(profile=profile, device=device, strict=strict, stored=stored)
+    click.echo(f"executed: {', '.join(executed) or ('nothing' if stored else 'nothing had changed')}")
     click.echo(page)
 
 

@@ -450,8 +450,11 @@ class MomentsMetric(Metric):
         return super()._apply(move, exclude_state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}layout" in state_dict:
-            self._update_count = int(state_dict[f"{prefix}layout"][3])
+        layout = state_dict.get(f"{prefix}layout")
+        if layout is not None:
+            if len(layout) != 4:
+                raise ValueError("the state was saved by another version of gramlin; add the data up again")
+            self._update_count = int(layout[3])
             self._computed = None
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name in self._defaults:  # copies, since updates write into the sums

@@ -284,6 +284,18 @@ def test_a_build_executes_what_changed_and_nothing_else(small_book):
     assert book.build(profile="paper")[1] == ["01_tiny"]
 
 
+def test_a_build_of_stored_outputs_executes_nothing_and_renders_them(small_book):
+    page = small_book / "book" / "01_tiny.ipynb"
+    assert book.build(stored=True)[1] == []
+    rendered = small_book / "_build" / "source" / "book" / page.name
+    assert rendered.read_bytes() == page.read_bytes()
+    assert not (small_book / "_build" / "executed").exists()
+    book.build()
+    assert rendered.read_bytes() != page.read_bytes()  # the executed copy has its outputs
+    with pytest.raises(ValueError, match="nothing is executed; leave out profile"):
+        book.build(stored=True, profile="paper")
+
+
 def test_a_page_without_parameters_is_built_in_any_profile(small_book):
     page = small_book / "book" / "guide.ipynb"
     tiny_notebook(page, "print(1)")

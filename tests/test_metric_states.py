@@ -173,6 +173,15 @@ def test_merging_refuses_a_state_that_is_not_one(unchecked):
     assert value(ours) == pytest.approx(unchecked.target_linearity(H, y).item())
 
 
+def test_a_state_of_another_version_is_not_loaded(unchecked):
+    metric = unchecked.TargetLinearity()
+    metric.persistent(True)
+    state = metric.state_dict()
+    state["layout"] = state["layout"][:3]
+    with pytest.raises(ValueError, match="saved by another version of gramlin; add the data up again"):
+        metric.load_state_dict(state)
+
+
 def test_moments_of_different_classes_do_not_merge(unchecked):
     H, y = data()
     three, four = unchecked.Moments(3), unchecked.Moments(4)
