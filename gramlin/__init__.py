@@ -49,10 +49,10 @@ _MODULE_OF = {
 }
 _MODULES = (
     "book",
+    "chapters",
     "collapse",
     "costs",
     "data",
-    "experiments",
     "figures",
     "gram",
     "hooks",

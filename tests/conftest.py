@@ -24,6 +24,7 @@ def unchecked():
         package = importlib.import_module("gramlin")
         for name in [*package._MODULES, *package._MODULE_OF]:
             setattr(package, name, getattr(package, name))  # now, since a later look-up would find the checked modules
+        importlib.import_module("gramlin.chapters.features")
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "gramlin"]:
             del sys.modules[name]
