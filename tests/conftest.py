@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.looks")
+
 # The tests' tensors are small: with several threads most of the time goes into waiting for one another.
 torch.set_num_threads(1)
 
