@@ -1,7 +1,8 @@
 """Whitening: solvers side by side, by layer shape, and what a whitened step costs beside a plain one.
 
 Run with ``-s`` to see the tables. Times are the fastest of interleaved rounds in one process, as ratios to the first
-row of each table; nothing here is asserted on a clock. The errors are those of ``gramlin.experiments.compare_solvers``.
+row of each table; nothing here is asserted on a clock. The errors are those of
+``gramlin.chapters.whitening.compare_solvers``.
 """
 
 import functools
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gramlin.experiments import compare_solvers
+from gramlin.chapters.whitening import compare_solvers
 from gramlin.whitening import nearest_with_same_gram, newton_schulz_polar, polar_factor, whiten
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]

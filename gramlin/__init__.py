@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what __getattr__ finds, for tools that do not run it
     from gramlin import book as book
+    from gramlin import chapters as chapters
     from gramlin import collapse as collapse
     from gramlin import costs as costs
     from gramlin import data as data
-    from gramlin import experiments as experiments
     from gramlin import figures as figures
     from gramlin import gram as gram
     from gramlin import hooks as hooks
@@ -106,10 +106,10 @@ _MODULE_OF = {
 }
 _MODULES = (
     "book",
+    "chapters",
     "collapse",
     "costs",
     "data",
-    "experiments",
     "figures",
     "gram",
     "hooks",

@@ -115,7 +115,7 @@ def build(profile: str, device: str, strict: bool, stored: bool) -> None:
 def cost(device: str, results_dir: str) -> None:
     """Measure time and memory of each chapter's quick profile, where the store lacks them, and print what it has."""
     from gramlin import costs
-    from gramlin.experiments import sweep
+    from gramlin.chapters import sweep
 
     run = book.check_parameters(device=device)
     store = ResultsStore(book.results_directory(results_dir, may_be_new=True))

@@ -13,24 +13,8 @@ import pandas as pd
 import torch
 
 from gramlin import book
-from gramlin.experiments import (
-    Experiment,
-    collapse_settings,
-    gram_shift_settings,
-    interpolation_settings,
-    linearity_settings,
-    whitening_settings,
-)
+from gramlin.chapters import Experiment, all_chapters
 from gramlin.results import JsonObject, ResultsStore, Run
-
-# By chapter, the experiment whose runs it stores, and their settings.
-_STORED = {
-    1: ("gram-shift", gram_shift_settings),
-    2: ("whitening", whitening_settings),
-    3: ("linearity", linearity_settings),
-    4: ("collapse", collapse_settings),
-    5: ("interpolation", interpolation_settings),
-}
 
 
 def measure_cost(*, chapter: int, device: str | torch.device = "cpu", gpu: bool = False) -> JsonObject:
@@ -62,7 +46,7 @@ COST = Experiment("cost", measure_cost)
 def cost_settings(device: str | torch.device = "cpu") -> list[JsonObject]:
     """One for each chapter, those of a GPU apart from those of a CPU."""
     own = {} if torch.device(device).type == "cpu" else {"gpu": True}
-    return [{"chapter": number, **own} for number in _STORED]
+    return [{"chapter": chapter.number, **own} for chapter in all_chapters().values()]
 
 
 def cost_table(store: ResultsStore) -> pd.DataFrame:
@@ -74,19 +58,20 @@ def cost_table(store: ResultsStore) -> pd.DataFrame:
     """
     rows: dict[int, dict[str, str | int]] = {}
     measured = store.runs("cost")
-    for chapter, (experiment, settings) in _STORED.items():
-        runs = store.runs(experiment)
-        rows[chapter] = {}
+    for chapter in all_chapters().values():
+        runs = store.runs(chapter.experiment.name)
+        row: dict[str, str | int] = {}
         for kind in ("CPU", "GPU"):
-            quick = [run for run in _on(measured, kind) if run.settings.get("chapter") == chapter]
-            rows[chapter][f"quick, {kind}: seconds"] = f"{quick[-1].wall_seconds:.0f}" if quick else "–"
-            rows[chapter][f"quick, {kind}: GiB"] = f"{quick[-1].metrics['peak_mebibytes'] / 1024:.1f}" if quick else "–"
+            quick = [run for run in _on(measured, kind) if run.settings.get("chapter") == chapter.number]
+            row[f"quick, {kind}: seconds"] = f"{quick[-1].wall_seconds:.0f}" if quick else "–"
+            row[f"quick, {kind}: GiB"] = f"{quick[-1].metrics['peak_mebibytes'] / 1024:.1f}" if quick else "–"
             minutes = [run.wall_seconds / 60 for run in _on(runs, kind)]
-            rows[chapter][f"paper, {kind}: runs stored"] = len(minutes) or "–"
-            rows[chapter][f"paper, {kind}: median minutes"] = f"{np.median(minutes):.0f}" if minutes else "–"
-            rows[chapter][f"paper, {kind}: hours in all"] = f"{sum(minutes) / 60:.1f}" if minutes else "–"
+            row[f"paper, {kind}: runs stored"] = len(minutes) or "–"
+            row[f"paper, {kind}: median minutes"] = f"{np.median(minutes):.0f}" if minutes else "–"
+            row[f"paper, {kind}: hours in all"] = f"{sum(minutes) / 60:.1f}" if minutes else "–"
         for dataset in ("mnist", "cifar10"):
-            rows[chapter][f"paper: runs on {dataset}, 3 seeds"] = len(settings(dataset, (0, 1, 2)))
+            row[f"paper: runs on {dataset}, 3 seeds"] = len(chapter.settings(dataset, (0, 1, 2)))
+        rows[chapter.number] = row
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="chapter")
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import gramlin
 from gramlin import data, figures
+from gramlin.chapters import feature_learning
 from gramlin.hooks import record
 from gramlin.models import MLP
 from gramlin.training import train
@@ -34,7 +35,7 @@ def main() -> None:
     gram = gramlin.weight_gram(before)
     after = gramlin.weight_gram(model.linear1.weight.detach())
     shown = 3 * points.shape[0] * seen["linear1"].feature_gradients  # each point's own loss, for three units of time
-    figure = figures.plot_idea(points, shown, angle[:, 0], gram, after, gram + virtual.shift)
+    figure = feature_learning.plot_idea(points, shown, angle[:, 0], gram, after, gram + virtual.shift)
     TARGET.parent.mkdir(exist_ok=True)
     figure.savefig(TARGET, dpi=220, bbox_inches="tight", metadata={"Software": None})
     print(TARGET)

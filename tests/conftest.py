@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.looks")
+
 # Scripts of test_typing, the second of which is full of mistakes.
 collect_ignore = ["typing"]
 
@@ -27,6 +29,7 @@ def unchecked():
         package = importlib.import_module("gramlin")
         for name in [*package._MODULES, *package._MODULE_OF]:
             setattr(package, name, getattr(package, name))  # now, since a later look-up would find the checked modules
+        importlib.import_module("gramlin.chapters.features")
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "gramlin"]:
             del sys.modules[name]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gramlin.experiments import Experiment, run_once, sweep
+from gramlin.chapters import Experiment, run_once, sweep
 from gramlin.results import ResultsError, ResultsStore, Run, source_commit, write_atomically
 
 SETTINGS = {"dataset": "digits", "method": "sgd", "lr": 0.1, "seed": 3}
@@ -186,7 +186,7 @@ def test_a_killed_sweep_resumes_with_nothing_lost(store):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(f"""
             import signal
-            from gramlin.experiments import Experiment, sweep
+            from gramlin.chapters import Experiment, sweep
             from gramlin.results import ResultsStore
 
             def measure(*, seed, device):
@@ -219,7 +219,7 @@ def test_workers_stop_with_their_sweep(store, tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         import signal
-        from gramlin.experiments import Experiment, sweep
+        from gramlin.chapters import Experiment, sweep
         from gramlin.results import ResultsStore
 
         def measure(*, seed, device):

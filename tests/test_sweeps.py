@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gramlin.experiments import Experiment, run_once, sweep
+from gramlin.chapters import Experiment, run_once, sweep
 from gramlin.results import ResultsError, ResultsStore
 
 FOUR = [{"seed": seed} for seed in range(4)]
@@ -40,7 +40,7 @@ def never(**_) -> dict:
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_workers_are_a_positive_number(unchecked, tmp_path, workers, count):
     with pytest.raises(ValueError, match=rf"workers is {workers!r}; pass a whole number of at least 1, or None"):
-        unchecked.experiments.sweep(
+        unchecked.chapters.sweep(
             Experiment("demo", never), unchecked.results.ResultsStore(tmp_path), FOUR[:count], workers=workers
         )
 
@@ -48,12 +48,12 @@ def test_workers_are_a_positive_number(unchecked, tmp_path, workers, count):
 @pytest.mark.parametrize("settings", [["seed"], {"seed": 0}, [{"seed": 0}, 3], [None]])
 def test_settings_are_dictionaries(unchecked, tmp_path, settings):
     with pytest.raises(TypeError, match=r"settings\[\d\] is .*; pass a list of dictionaries"):
-        unchecked.experiments.sweep(Experiment("demo", never), unchecked.results.ResultsStore(tmp_path), settings)
+        unchecked.chapters.sweep(Experiment("demo", never), unchecked.results.ResultsStore(tmp_path), settings)
 
 
 def test_a_store_is_no_path(unchecked, tmp_path):
     with pytest.raises(TypeError, match="store is a str; pass a ResultsStore"):
-        unchecked.experiments.sweep(Experiment("demo", never), str(tmp_path), FOUR)
+        unchecked.chapters.sweep(Experiment("demo", never), str(tmp_path), FOUR)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.1), torch.tensor(3), (1, 2), math.nan, {1: 2}])
@@ -216,7 +216,7 @@ def child_of(store: ResultsStore, tmp_path, body: str, workers: int) -> subproce
     script.write_text(
         textwrap.dedent(f"""
         import os, signal, time
-        from gramlin.experiments import Experiment, sweep
+        from gramlin.chapters import Experiment, sweep
         from gramlin.results import ResultsStore
 
         {textwrap.indent(textwrap.dedent(body), " " * 8).strip()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from gramlin import probe, target_linearity
-from gramlin.experiments.features import entering
+from gramlin.chapters.features import entering
 from gramlin.hooks import record
 from gramlin.training import accuracy
 
@@ -254,14 +254,14 @@ def test_a_layer_that_sees_some_of_the_samples_is_an_error_with_both_numbers(unc
     with pytest.raises(ValueError, match="did not call layer 'first' on test_batches"):
         unchecked.probe(model, (x[:BATCH], y[:BATCH]), test_batches=(x[:9], y[:9]))
     with pytest.raises(ValueError, match="layer 'first' saw 0 of 100 samples"):
-        unchecked.experiments.features.entering(model, ["first"], x, 2)
+        unchecked.chapters.features.entering(model, ["first"], x, 2)
 
 
 def test_a_layer_that_is_used_three_times_sees_three_times_the_samples(unchecked):
     model = Choosy(sizes=(BATCH, N - 2 * BATCH), times=3)
     assert probe(model, data(), batch_size=BATCH)["samples"].tolist() == [N, 3 * N]
     with pytest.raises(ValueError, match="'second' is used more than once"):
-        unchecked.experiments.features.entering(model, ["second"], data()[0], 2)
+        unchecked.chapters.features.entering(model, ["second"], data()[0], 2)
 
 
 def test_an_error_that_the_model_catches_is_reported_all_the_same(unchecked):
