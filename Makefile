@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROFILE ?= quick
 
-.PHONY: book test lint outputs benchmarks clean
+.PHONY: book test lint coverage outputs benchmarks clean
 
 book: .venv/installed
 	$(BIN)/gramlin build --profile $(PROFILE)
@@ -16,6 +16,10 @@ lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Which lines and branches of the package the tests reach.
+coverage: .venv/installed
+	$(BIN)/python -m pytest -n logical --dist worksteal --cov gramlin --cov-branch --cov-report term:skip-covered
 
 # Run every chapter and keep its outputs in the notebook, as they are committed.
 outputs: .venv/installed

@@ -1,70 +1,16 @@
 """The package is a house: what stands on a floor may lean on its own floor and those below, on none above."""
 
-import ast
 import graphlib
-from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from gramlin import book
 from gramlin.chapters import all_chapters
+from gramlin.layout import FLOORS, chapter_of, floor_of, imported, imports, plot_layout
 
-PACKAGE = Path(__file__).parent.parent / "gramlin"
-
-# From the ground up. The one look of the figures stands on nothing; the scorecard reads all chapters, and asks for them
-# by name when it is called.
-FLOORS = {
-    "ground": "catalogue checks data hooks images models moments results stepping",
-    "measures": "collapse gram interpolation linearity whitening",
-    "applied": "probing training",
-    "shared by chapters": "figures chapters chapters.chapter chapters.claims chapters.features chapters.summaries "
-    "chapters.sweeps",
-    "chapters": "chapters.*",
-    "scorecard": "chapters.scorecard",
-    "people": "book cli costs pages",
-}
-
-
-def module_name(path: Path) -> str:
-    """Its name within the package: "chapters.linearity.tables"; empty for the package itself."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
-
-
-MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-ROOMS = {
-    name.split(".")[1] for name, path in MODULES.items() if name.startswith("chapters.") and path.stem == "__init__"
-}
-
-
-def room(module: str) -> str:
-    """The chapter whose folder the module is in; empty for one that is in none."""
-    _, *parts = module.split(".")
-    return parts[0] if parts and parts[0] in ROOMS else ""
-
-
-def floor(module: str) -> int:
-    for height, names in enumerate(FLOORS.values()):
-        if module in names.split() or (room(module) and "chapters.*" in names.split()):
-            return height
-    raise AssertionError(f"gramlin.{module} is on no floor; put it on one")
-
-
-def imported(source: str) -> set[str]:
-    """The package's modules that this source imports, wherever in it; of ``from a import b``, b if it is a module."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-            if not {f"{node.module}.{alias.name}".removeprefix("gramlin.") for alias in node.names} <= set(MODULES):
-                found.add(node.module)
-    names = {name.removeprefix("gramlin.") for name in found if name.startswith("gramlin.")}
-    return names & set(MODULES)
-
-
-IMPORTS = {name: imported(path.read_text(encoding="utf-8")) for name, path in MODULES.items() if name}
+IMPORTS = imports()
+ROOMS = {chapter_of(name) for name in IMPORTS} - {""}
 
 
 def test_what_is_imported_is_found():
@@ -81,12 +27,12 @@ def test_what_is_imported_is_found():
 @pytest.mark.parametrize("module", sorted(IMPORTS))
 def test_imports_go_down_only(module):
     for other in IMPORTS[module]:
-        assert floor(other) <= floor(module), f"gramlin.{module} imports gramlin.{other} from a floor above"
+        assert floor_of(other) <= floor_of(module), f"gramlin.{module} imports gramlin.{other} from a floor above"
 
 
-@pytest.mark.parametrize("module", sorted(name for name in IMPORTS if room(name)))
+@pytest.mark.parametrize("module", sorted(name for name in IMPORTS if chapter_of(name)))
 def test_chapters_do_not_import_one_another(module):
-    assert {room(other) for other in IMPORTS[module]} <= {"", room(module)}
+    assert {chapter_of(other) for other in IMPORTS[module]} <= {"", chapter_of(module)}
 
 
 def test_imports_go_in_no_circle():
@@ -108,3 +54,17 @@ def test_chapters_store_their_runs_apart_and_share_no_claim():
     assert len({chapter.experiment.name for chapter in chapters}) == len(chapters)
     names = [claim.name for chapter in chapters for claim in chapter.claims]
     assert len(set(names)) == len(names)
+
+
+def test_a_module_on_no_floor_is_named():
+    with pytest.raises(ValueError, match=r"gramlin\.attic is on no floor; put it on one"):
+        floor_of("attic")
+    with pytest.raises(ValueError, match="relative import"):
+        imported("from . import data")
+
+
+def test_the_map_has_every_module():
+    figure = plot_layout()
+    shown = {text.get_text().replace("\n", "_") for text in figure.axes[0].texts}
+    plt.close(figure)
+    assert {name for name in IMPORTS if "." not in name} | ROOMS | set(FLOORS) <= shown
