@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
@@ -108,7 +109,7 @@ def draw_mean_and_spread(
         axes.fill_between(x, shown(mean - spread), shown(mean + spread), color=color, alpha=0.2, linewidth=0)
 
 
-def colors_in_order(names: Sequence[str], colormap: str = DEPTH_MAP) -> dict[str, tuple]:
+def colors_in_order(names: Sequence[str], colormap: str = DEPTH_MAP) -> dict[str, tuple[float, float, float, float]]:
     """Colours from the first (dark) to the last (light): layers from the input, or β from the smallest."""
     shades = plt.get_cmap(colormap)(np.linspace(0, 0.88, len(names)))
     return {name: tuple(shade) for name, shade in zip(names, shades, strict=True)}
@@ -118,7 +119,8 @@ def gram_ellipse(gram: ArrayLike) -> np.ndarray:
     """The points h = G^{1/2}u, |u| = 1: long where the weight stretches features most."""
     values, vectors = np.linalg.eigh(np.asarray(gram))
     angle = np.linspace(0, 2 * np.pi, 200)
-    return vectors @ (np.sqrt(values)[:, None] * (vectors.T @ np.stack([np.cos(angle), np.sin(angle)])))
+    points: np.ndarray = vectors @ (np.sqrt(values)[:, None] * (vectors.T @ np.stack([np.cos(angle), np.sin(angle)])))
+    return points
 
 
 def after_the_start(epochs: ArrayLike, rows: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +160,7 @@ def plot_layers_over_training(
         colormap: from the first layer to the last.
     """
     figure, grid = grid_of_panels(len(panels), share=log_values)
-    labels: dict = {}
+    labels: dict[str, Artist] = {}
     # A panel that lacks some of the lines keeps the colours of the fullest.
     fullest = max(panels.values(), key=len, default={})
     for axes, (title, layers) in zip(grid.flat, panels.items(), strict=False):
@@ -168,7 +170,7 @@ def plot_layers_over_training(
             draw_mean_and_spread(axes, epochs, rows, colors[name], name, marker="", log=log_values)
             if dashed:
                 epochs, rows = dashed[title][name]
-                axes.plot(epochs, np.mean(rows, axis=0), "--", color=colors[name], linewidth=1.2)
+                axes.plot(epochs, np.mean(np.asarray(rows), axis=0), "--", color=colors[name], linewidth=1.2)
         axes.set(title=title, xlabel="epoch")
         mark_epochs(axes, marks)
         if log_values:

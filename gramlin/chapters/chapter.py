@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gramlin.chapters.claims import Claim
 from gramlin.chapters.sweeps import Experiment
+from gramlin.results import JsonObject
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Chapter:
 
     number: int
     experiment: Experiment
-    settings: Callable[[str, Sequence[int]], list[dict]]
+    settings: Callable[[str, Sequence[int]], list[JsonObject]]
     claims: tuple[Claim, ...]
 
 

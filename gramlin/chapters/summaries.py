@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from gramlin.results import Run
+from gramlin.results import Json, Run
 
 
 def finished(run: Run) -> bool:
@@ -13,19 +13,19 @@ def finished(run: Run) -> bool:
     return "diverged" not in run.metrics
 
 
-def grouped(runs: Sequence[Run], *keys: str) -> dict[tuple, list[Run]]:
+def grouped(runs: Sequence[Run], *keys: str) -> dict[tuple[Json, ...], list[Run]]:
     """The runs by the values of these settings, in the order of the values.
 
     Raises:
         ValueError: a run has no such setting; names both.
     """
-    groups: dict[tuple, list[Run]] = {}
+    groups: dict[tuple[Json, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(_setting(run, key) for key in keys), []).append(run)
     return dict(sorted(groups.items()))
 
 
-def select(runs: Sequence[Run], **settings) -> list[Run]:
+def select(runs: Sequence[Run], **settings: Json) -> list[Run]:
     """The runs that have these settings; errors as in ``grouped``."""
     return [run for run in runs if all(_setting(run, key) == value for key, value in settings.items())]
 

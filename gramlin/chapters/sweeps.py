@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 from tqdm import tqdm
 
-from gramlin.results import ResultsError, ResultsStore, Run, check_json
+from gramlin.results import JsonObject, ResultsError, ResultsStore, Run, check_json
 
 _SHOWN = 5  # of the missing runs, how many a message lists
 
@@ -35,13 +35,13 @@ class Experiment:
     """
 
     name: str
-    measure: Callable[..., dict]
+    measure: Callable[..., JsonObject]
 
 
 def sweep(
     experiment: Experiment,
     store: ResultsStore,
-    settings: Sequence[dict],
+    settings: Sequence[JsonObject],
     *,
     device: str | torch.device = "cpu",
     workers: int | None = None,
@@ -92,7 +92,7 @@ def sweep(
     if failures:
         count = f"{len(failures)} of {len(missing)} runs of {experiment.name} failed"
         raise ExceptionGroup(f"{count}, the first with {_in_words(failures[0])}", failures)
-    return [store.get(experiment.name, each) for each in settings]
+    return [store.get(experiment.name, each) for each in settings]  # type: ignore[misc]  # none is missing by now
 
 
 def _processes(experiment: Experiment, runs: int, device: str | torch.device, workers: int | None) -> int:
@@ -131,7 +131,7 @@ def _in_words(error: Exception) -> str:
     return ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
-def _missing(experiment: Experiment, store: ResultsStore, settings: Sequence[dict]) -> list[dict]:
+def _missing(experiment: Experiment, store: ResultsStore, settings: Sequence[JsonObject]) -> list[JsonObject]:
     """The settings that the store lacks, each once; raises for all damaged runs at once."""
     missing, damaged = {}, {}
     for index, each in enumerate(settings):
@@ -149,10 +149,16 @@ def _missing(experiment: Experiment, store: ResultsStore, settings: Sequence[dic
 
 
 def _side_by_side(
-    experiment: Experiment, store: ResultsStore, missing: Sequence[dict], device: str, workers: int, progress: tqdm
+    experiment: Experiment,
+    store: ResultsStore,
+    missing: Sequence[JsonObject],
+    device: str | torch.device,
+    workers: int,
+    progress: tqdm,
 ) -> list[Exception]:
     """Run and save in worker processes; returns what went wrong."""
-    failures, broken = [], False
+    failures: list[Exception] = []
+    broken = False
     # Fresh processes: a forked one would inherit the thread pools of PyTorch in an undefined state.
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)  # workers exit when it is closed
@@ -164,7 +170,7 @@ def _side_by_side(
                 if isinstance(error, BrokenProcessPool):
                     broken = True
                 elif error is not None:
-                    failures.append(error)
+                    failures.append(error)  # type: ignore[arg-type]  # SystemExit becomes an Exception in the worker
                 progress.update()
         except BrokenProcessPool:  # before all had been handed over
             broken = True
@@ -186,7 +192,7 @@ def _side_by_side(
     return failures
 
 
-def run_once(experiment: Experiment, settings: dict, device: str | torch.device = "cpu") -> Run:
+def run_once(experiment: Experiment, settings: JsonObject, device: str | torch.device = "cpu") -> Run:
     """Run one setting, and note how long it took and where; nothing is saved.
 
     Raises:
@@ -223,12 +229,16 @@ def _start_worker(pipe: Connection) -> None:
 
 
 def _exit_with_sweep(pipe: Connection) -> None:
-    wait([pipe, multiprocessing.parent_process().sentinel])
+    sweep_process = multiprocessing.parent_process()
+    assert sweep_process is not None  # a worker has one
+    wait([pipe, sweep_process.sentinel])
     with _SAVING:
         os._exit(1)
 
 
-def _run_and_save(experiment: Experiment, settings: dict, device: str | torch.device, store: ResultsStore) -> None:
+def _run_and_save(
+    experiment: Experiment, settings: JsonObject, device: str | torch.device, store: ResultsStore
+) -> None:
     try:
         run = run_once(experiment, settings, device)
         with _SAVING:
@@ -240,7 +250,9 @@ def _run_and_save(experiment: Experiment, settings: dict, device: str | torch.de
         raise RuntimeError(f"{experiment.name} with {settings} ended Python, with status {error.code}") from error
 
 
-def _run_in_worker(experiment: Experiment, settings: dict, device: str | torch.device, store: ResultsStore) -> None:
+def _run_in_worker(
+    experiment: Experiment, settings: JsonObject, device: str | torch.device, store: ResultsStore
+) -> None:
     try:
         _run_and_save(experiment, settings, device, store)
     except Exception as error:

@@ -15,6 +15,7 @@ from gramlin.hooks import SUPPORTED_LAYERS
 from gramlin.linearity import HeldOut, fit_of, linearity_of
 from gramlin.models import CNN, MLP
 from gramlin.moments import Moments
+from gramlin.results import JsonObject
 from gramlin.training import accuracy, train
 
 # The learning rate falls to a tenth after each of these shares of the epochs, as in Papyan, Han and Donoho (2020).
@@ -34,7 +35,7 @@ def measure_collapse(
     epochs: int,
     seed: int,
     device: str | torch.device = "cpu",
-) -> dict:
+) -> JsonObject:
     """Train a classifier past zero training error by SGD, and measure collapse and linearity at each of its layers.
 
     Args:
@@ -74,19 +75,22 @@ def measure_collapse(
         inputs, targets = inputs[chosen], targets[chosen]
     torch.manual_seed(seed)
     network, layers, pooled = _network(model, inputs.shape[1:], split.num_classes, width)
-    network = network.to(device, memory_format=torch.channels_last)
+    network = network.to(device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(decay_groups(network, weight_decay), lr=lr, momentum=momentum)
     milestones = [round(share * epochs) for share in MILESTONES]
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
     readout = network.get_submodule(layers[-1])
-    measured = {name: {key: [] for key in ("tl", "tl_test", *MEASURES)} for name in layers}
-    history: dict[str, list] = {"epoch": []}
-    rest: dict[str, list] = {}
-    cosines: dict[str, list] = {}
+    assert isinstance(readout, nn.Linear)
+    measured: dict[str, dict[str, list[float]]] = {
+        name: {key: [] for key in ("tl", "tl_test", *MEASURES)} for name in layers
+    }
+    history: JsonObject = {"epoch": []}
+    rest: dict[str, list[float]] = {}
+    cosines: dict[str, list[list[float]]] = {}
 
     def measure(epoch: int) -> None:
         moments = {name: Moments(split.num_classes) for name in layers}
-        gradient, by_class = 0, 0
+        gradient = by_class = torch.zeros((), dtype=torch.float64, device=inputs.device)
         for x, y in chunks(inputs, targets):
             features, output = entering(network, layers, x, pooled)
             for name in layers:
@@ -109,7 +113,7 @@ def measure_collapse(
             for key, value in values.items():
                 measured[name][key].append(value.item())
         weight = readout.weight.detach().double()
-        row = {
+        row: JsonObject = {
             "train_accuracy": accuracy(network, inputs, targets),
             "test_accuracy": accuracy(network, split.test_inputs, split.test_targets),
             "nc3": self_duality(weight=weight, class_means=means).item(),
@@ -122,23 +126,24 @@ def measure_collapse(
             directions = F.normalize(means - means.mean(dim=0), dim=1)
             cosines[str(epoch)] = (directions @ directions.mT).tolist()
         history["epoch"].append(epoch)
-        for key, value in row.items():
-            history.setdefault(key, []).append(value)
+        for key, entry in row.items():
+            history.setdefault(key, []).append(entry)
         if weight_decay:
-            for key, value in _at_rest(weight, gradient, by_class, means, weight_decay).items():
-                rest.setdefault(key, []).append(value)
+            for key, distance in _at_rest(weight, gradient, by_class, means, weight_decay).items():
+                rest.setdefault(key, []).append(distance)
 
     moments_of_measurement = _moments_until(epochs)
 
-    def after_epoch(epoch: int) -> dict:
+    def after_epoch(epoch: int) -> JsonObject:
         if epoch:
             schedule.step()
         if epoch in moments_of_measurement:
             measure(epoch)
         return {}
 
-    options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": after_epoch}
-    rows = train(network, optimizer, inputs, targets, **options)
+    rows = train(
+        network, optimizer, inputs, targets, epochs=epochs, batch_size=batch_size, seed=seed, record=after_epoch
+    )
     history["train_loss"] = [rows[epoch]["train_loss"] for epoch in history["epoch"]]
     shares = targets.bincount().double() / len(targets)
     history["class_spread"] = 1 - shares.square().sum().item()
@@ -155,7 +160,7 @@ def _balanced(targets: Tensor, size: int) -> Tensor:
     return torch.cat([(targets == label).nonzero().flatten()[:each] for label in range(len(counts))])
 
 
-def decay_groups(network: nn.Module, weight_decay: float) -> list[dict]:
+def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, list[nn.Parameter] | float]]:
     """Parameter groups for an optimizer that decays weights, and neither biases nor normalisation."""
     decayed = [parameter for parameter in network.parameters() if parameter.ndim > 1]
     free = [parameter for parameter in network.parameters() if parameter.ndim == 1]
@@ -165,7 +170,7 @@ def decay_groups(network: nn.Module, weight_decay: float) -> list[dict]:
 def _network(model: str, shape: torch.Size, num_classes: int, width: int) -> tuple[nn.Module, list[str], int]:
     """The network, its layers to be measured, the readout last, and the grid on which maps are averaged."""
     if model in ("mlp", "mlp-bn"):
-        network = MLP([shape.numel(), *4 * [width], num_classes], "gelu", batch_norm=model == "mlp-bn")
+        network: nn.Module = MLP([shape.numel(), *4 * [width], num_classes], "gelu", batch_norm=model == "mlp-bn")
     elif model == "cnn":
         network = CNN(shape, num_classes, channels=width)
     elif model == "resnet18" and width == 64:
@@ -210,7 +215,8 @@ def shares_by_direction(moments: Moments) -> dict[str, list[float]]:
 def _duality_but_for_rotation(weight: Tensor, means: Tensor) -> float:
     """The least of ‖RW/‖W‖ − M/‖M‖‖ over orthogonal R: √(2 − 2σ), σ the sum of singular values of W̄M̄ᵀ."""
     W, M = (each / each.norm() for each in (weight, means - means.mean(dim=0)))
-    return (2 - 2 * torch.linalg.svdvals(W @ M.mT).sum()).clamp(min=0).sqrt().item()
+    total: Tensor = torch.linalg.svdvals(W @ M.mT).sum()
+    return (2 - 2 * total).clamp(min=0).sqrt().item()
 
 
 def _at_rest(
@@ -241,7 +247,7 @@ def _at_rest(
 COLLAPSE = Experiment("collapse", measure_collapse)
 
 
-def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+def collapse_settings(dataset: str, seeds: Sequence[int]) -> list[JsonObject]:
     """The paper-scale runs of chapter 4: on CIFAR-10 a CNN on 10,000 images and a ResNet-18, else MLPs.
 
     The MLPs with and without weight decay, and with both decay and batch normalisation.

@@ -103,14 +103,15 @@ def plot_class_means(cosines: dict[str, ArrayLike]) -> Figure:
 
     White are those of a simplex, −1/(K − 1); beyond half a unit from it colours do not change.
     """
-    simplex = -1 / (len(next(iter(cosines.values()))) - 1)
+    matrices = [np.asarray(matrix) for matrix in cosines.values()]
+    simplex = -1 / (len(matrices[0]) - 1)
     figure, row = plt.subplots(1, len(cosines), figsize=(2.7 * len(cosines) + 0.8, 3), sharey=True, squeeze=False)
-    for axes, (title, matrix) in zip(row.flat, cosines.items(), strict=True):
-        drawn = axes.imshow(np.asarray(matrix), vmin=simplex - 0.5, vmax=simplex + 0.5, cmap="PuOr")
+    for axes, title, matrix in zip(row.flat, cosines, matrices, strict=True):
+        drawn = axes.imshow(matrix, vmin=simplex - 0.5, vmax=simplex + 0.5, cmap="PuOr")
         axes.set(title=title, xlabel="class")
         axes.grid(visible=False)
         axes.set_xticks(range(0, len(matrix), 3))
-    row[0, 0].set(ylabel="class", yticks=range(0, len(cosines[title]), 3))
+    row[0, 0].set(ylabel="class", yticks=range(0, len(matrices[-1]), 3))
     figure.colorbar(drawn, ax=row, label="cosine", shrink=0.8, extend="both")
     return figure
 

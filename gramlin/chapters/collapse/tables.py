@@ -7,7 +7,7 @@ import pandas as pd
 
 from gramlin.chapters.features import features_name
 from gramlin.chapters.summaries import grouped, mean_and_spread
-from gramlin.results import Run
+from gramlin.results import JsonObject, Run
 
 
 def by_title(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -27,7 +27,7 @@ def collapse_panels(runs: Sequence[Run], measure: str) -> dict[str, dict[str, tu
         measure: a key of a layer's metrics, or "nonlinear" for 1 − TL.
     """
 
-    def values(layer: dict) -> np.ndarray:
+    def values(layer: JsonObject) -> np.ndarray:
         return 1 - np.array(layer["tl"]) if measure == "nonlinear" else np.array(layer[measure])
 
     return {
@@ -97,13 +97,15 @@ def collapse_table(runs: Sequence[Run]) -> pd.DataFrame:
 
 def _tightness(run: Run, layer: str) -> np.ndarray:
     linearity, nc1 = (np.array(run.metrics["layers"][layer][key]) for key in ("tl", "nc1"))
-    return (1 - linearity) * (run.metrics["class_spread"] + nc1) / nc1
+    tightness: np.ndarray = (1 - linearity) * (run.metrics["class_spread"] + nc1) / nc1
+    return tightness
 
 
 def _settles(run: Run, layer: str) -> int:
     course = np.log(run.metrics["layers"][layer]["nc1"])
     way = (course[0] - course) / (course[0] - course.min())
-    return run.metrics["epoch"][int(np.argmax(way >= 0.9))]
+    epoch: int = run.metrics["epoch"][int(np.argmax(way >= 0.9))]
+    return epoch
 
 
 def bound_points(runs: Sequence[Run]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -121,7 +123,7 @@ def readout_paths(runs: Sequence[Run]) -> dict[str, dict[str, tuple[np.ndarray, 
 
     By data set, by network: the epochs, and of either a row a run.
     """
-    paths: dict = {}
+    paths: dict[str, dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for title, group in by_title(runs).items():
         dataset = group[0].settings["dataset"]
         network = title.removeprefix(f"{dataset}, ")
@@ -166,7 +168,7 @@ def readout_table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="runs")
 
 
-def _last_error(metrics: dict) -> int:
+def _last_error(metrics: JsonObject) -> int:
     """The last epoch at which accuracy on the training data was measured and was not 1; 0 if there is none."""
     shares = zip(metrics["epoch"], metrics["train_accuracy"], strict=True)
     return max((epoch for epoch, share in shares if share < 1), default=0)
@@ -177,7 +179,7 @@ def _range(values: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def _bounds(metrics: dict) -> tuple[float, float]:
+def _bounds(metrics: JsonObject) -> tuple[float, float]:
     """g/(g + NC1), and the mean over directions of q/(q + NC1_k) with q = g/(K − 1)."""
     g, shares = metrics["class_spread"], np.array(metrics["nc1_shares"][-1])
     q = g / len(shares)

@@ -20,6 +20,7 @@ from gramlin.interpolation import (
 )
 from gramlin.linearity import LinearFit, fit_of, linearity_of
 from gramlin.moments import Moments
+from gramlin.results import JsonObject
 from gramlin.training import train
 
 # Training images that the linear fits are made on: many for 32 latents, and measuring takes less time than training.
@@ -49,7 +50,7 @@ def measure_interpolation(
     epochs: int,
     seed: int,
     device: str | torch.device = "cpu",
-) -> dict:
+) -> JsonObject:
     """Train a ``VAE`` by Adam, and measure how linear its latents are and how straight it decodes between two of them.
 
     Args:
@@ -91,7 +92,7 @@ def measure_interpolation(
     network = VAE(images.shape[1:], latent, hidden, model).to(device)
     x0, x1, same_class = _fixed_pairs(held_out, split.test_targets)
 
-    def measure(_: int) -> dict:
+    def measure(_: int) -> JsonObject:
         generator = torch.Generator(device).manual_seed(0)
         terms = [network.elbo_terms(x, generator) for x in held_out.split(_CHUNK_ROWS)]
         reconstruction, divergence = (torch.cat(each).mean().item() for each in zip(*terms, strict=True))
@@ -115,9 +116,18 @@ def measure_interpolation(
             **_straightness(network, fit, x0, x1, same_class),
         }
 
-    options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": measure}
     optimizer = optimizer_of("adam", network, lr, momentum=0.0)
-    rows = train(network, optimizer, images, images, loss=partial(negative_elbo, beta=beta), **options)
+    rows = train(
+        network,
+        optimizer,
+        images,
+        images,
+        epochs=epochs,
+        batch_size=batch_size,
+        loss=partial(negative_elbo, beta=beta),
+        seed=seed,
+        record=measure,
+    )
     return {
         "pca_ceiling": pca_ceiling(inputs, latent).item(),
         "pca_ceiling_test": pca_ceiling(inputs_test, latent).item(),
@@ -143,7 +153,7 @@ def _variance(rows: Tensor) -> Tensor:
     return rows.var(dim=0, correction=0).sum()
 
 
-def _straightness(network: VAE, fit: LinearFit, x0: Tensor, x1: Tensor, same_class: Tensor) -> dict:
+def _straightness(network: VAE, fit: LinearFit, x0: Tensor, x1: Tensor, same_class: Tensor) -> JsonObject:
     """The gaps of the pairs and their bounds."""
     z0, z1 = network.encode(x0)[0], network.encode(x1)[0]
     apart = decodes_apart(network.decode, z0, z1)
@@ -178,7 +188,7 @@ def _mean(values: Tensor) -> float | None:
 INTERPOLATION = Experiment("interpolation", measure_interpolation)
 
 
-def interpolation_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+def interpolation_settings(dataset: str, seeds: Sequence[int]) -> list[JsonObject]:
     """The paper-scale runs of chapter 5, β by β: six for all seeds, on CIFAR-10 three for one seed."""
     large = dataset in ("cifar10", "cifar10-jpeg")
     base = {"dataset": dataset, "model": "mlp", "latent": 32, "hidden": 512, "lr": 1e-4, "batch_size": 128}

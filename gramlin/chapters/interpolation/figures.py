@@ -74,10 +74,10 @@ def plot_gap_bounds(gap: ArrayLike, bound: ArrayLike) -> Figure:
 
 def plot_strips(strips: dict[str, ArrayLike]) -> Figure:
     """Draw rows of images, a strip a label: (steps, channels, height, width), values in [0, 1]."""
-    height, width = next(iter(strips.values())).shape[-2:]
+    arrays = [np.asarray(images) for images in strips.values()]
+    height, width = arrays[0].shape[-2:]
     figure, rows = plt.subplots(len(strips), 1, figsize=(7.6, 0.3 + 0.82 * len(strips)), squeeze=False)
-    for axes, (label, images) in zip(rows.flat, strips.items(), strict=True):
-        images = np.asarray(images)
+    for axes, label, images in zip(rows.flat, strips, arrays, strict=True):
         row = images.transpose(2, 0, 3, 1).reshape(height, len(images) * width, -1)
         axes.imshow(row.clip(0, 1), cmap="gray_r", vmin=0, vmax=1)
         axes.grid(visible=False)

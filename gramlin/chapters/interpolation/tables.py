@@ -21,7 +21,8 @@ def course(run: Run, measure: str) -> np.ndarray:
     """A measure over epochs; "ceiling" is TL of inputs over what no linear map exceeds, "gap" the mean over pairs."""
     metrics = run.metrics
     if measure == "ceiling":
-        return np.array(metrics["tl_inputs"]) / metrics["pca_ceiling"]
+        shares: np.ndarray = np.array(metrics["tl_inputs"]) / metrics["pca_ceiling"]
+        return shares
     if measure == "gap":
         return np.array([np.nan if gap is None else gap["mean"] for gap in metrics["gap"]])
     return np.array([np.nan if value is None else value for value in metrics[measure]], dtype=float)
