@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from gramlin import data
 from gramlin.chapters.sweeps import Experiment, optimizer_of
 from gramlin.gram import VirtualCovariance, agop, gram_shift, matrix_correlation, relative_error, weight_gram
 from gramlin.models import MLP
+from gramlin.results import JsonObject
 from gramlin.training import accuracy, train
 
 
@@ -24,7 +26,7 @@ def measure_gram_shift(
     epochs: int,
     seed: int,
     device: str | torch.device = "cpu",
-) -> dict:
+) -> JsonObject:
     """Train a two-layer network and follow the first layer's Gram shift, its virtual covariance shift and AGOP.
 
     Args:
@@ -54,17 +56,19 @@ def measure_gram_shift(
     width_in, width_out = split.train_inputs[0].numel(), split.num_classes
     model = MLP([width_in, hidden, width_out], activation).to(device)
     optimizer = optimizer_of(method, model, lr, momentum)
-    virtual = VirtualCovariance(model.linear1, optimizer)
-    initial = model.linear1.weight.detach().clone()
+    _, first, activation1, second = model
+    assert isinstance(first, nn.Linear)
+    virtual = VirtualCovariance(first, optimizer)
+    initial = first.weight.detach().clone()
     flat = split.train_inputs.flatten(1)
 
-    def compare(epoch: int) -> dict:
+    def compare(epoch: int) -> JsonObject:
         if epoch == 0:
             return {}
-        weight = model.linear1.weight.detach()
+        weight = first.weight.detach()
         shift, virtual_shift = gram_shift(initial, weight), virtual.shift
         # By the chain rule, AGOP with respect to the input is WᵀAW, A that with respect to the pre-activations.
-        above = agop(lambda z: model.linear2(model.activation1(z)), model.linear1(flat))
+        above = agop(lambda z: second(activation1(z)), first(flat))
         eigenvalues, vectors = torch.linalg.eigh(above.double())
         factor = (vectors * eigenvalues.clamp(min=0).sqrt()).mT.to(weight) @ weight  # AGOP = factorᵀ factor
         _, singular, right = torch.linalg.svd(factor, full_matrices=False)
@@ -95,9 +99,9 @@ def measure_gram_shift(
 GRAM_SHIFT = Experiment("gram-shift", measure_gram_shift)
 
 
-def gram_shift_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+def gram_shift_settings(dataset: str, seeds: Sequence[int]) -> list[JsonObject]:
     """The paper-scale runs of chapter 1, most telling first: plain SGD, then what might change the answer."""
-    plain = {
+    plain: JsonObject = {
         "dataset": dataset,
         "method": "sgd",
         "lr": 0.01,
@@ -108,5 +112,11 @@ def gram_shift_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
         "batch_size": 128,
         "epochs": 10,
     }
-    variants = [{}, {"lr": 0.05}, {"momentum": 0.9}, {"method": "adam", "lr": 0.001}, {"standardize": False}]
+    variants: list[JsonObject] = [
+        {},
+        {"lr": 0.05},
+        {"momentum": 0.9},
+        {"method": "adam", "lr": 0.001},
+        {"standardize": False},
+    ]
     return [{**plain, **variant, "seed": seed} for variant in variants for seed in seeds]

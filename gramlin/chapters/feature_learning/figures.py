@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from gramlin.figures import COLORS, LABELS, TARGET_MAP, draw_mean_and_spread, gram_ellipse
+from gramlin.results import JsonObject
 
 
 def plot_one_step(lrs: ArrayLike, shift: ArrayLike, gap: ArrayLike, predicted: ArrayLike) -> Figure:
@@ -33,7 +35,7 @@ def plot_fixed_time(lrs: ArrayLike, gap: ArrayLike) -> Figure:
     return figure
 
 
-def plot_correlations(panels: dict[str, Sequence[dict]]) -> Figure:
+def plot_correlations(panels: dict[str, Sequence[JsonObject]]) -> Figure:
     """Draw correlations with the Gram shift over epochs: a panel a title, mean ± 2 sd over its runs' metrics."""
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -58,9 +60,9 @@ def plot_correlations(panels: dict[str, Sequence[dict]]) -> Figure:
     return figure
 
 
-def _scatter_roll(axes: Axes, points: ArrayLike, target: ArrayLike, title: str):
-    points = np.asarray(points)
-    drawn = axes.scatter(*points.T, c=np.ravel(target), s=5, cmap=TARGET_MAP)
+def _scatter_roll(axes: Axes, points: ArrayLike, target: ArrayLike, title: str) -> PathCollection:
+    x, y = np.asarray(points).T
+    drawn = axes.scatter(x, y, c=np.ravel(target), s=5, cmap=TARGET_MAP)
     axes.set(title=title, xlabel="$h_1$", ylabel="$h_2$", aspect="equal")
     return drawn
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pandas as pd
 
 from gramlin.chapters.summaries import mean_and_spread, paired_interval
-from gramlin.results import Run
+from gramlin.results import Json, JsonObject, Run
 
 
 def _by_title(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in nothing but their seed, under titles that tell the groups apart; plain SGD first."""
 
-    def rank(run: Run) -> tuple:
+    def rank(run: Run) -> tuple[Json, ...]:
         chosen = run.settings
         return chosen["dataset"], chosen["method"] != "sgd", not chosen["standardize"], chosen["momentum"], chosen["lr"]
 
@@ -30,7 +30,7 @@ def _by_title(runs: Sequence[Run]) -> dict[str, list[Run]]:
 _METHOD_NAMES = {"sgd": "SGD", "adam": "Adam"}
 
 
-def gram_shift_panels(runs: Sequence[Run]) -> dict[str, list[dict]]:
+def gram_shift_panels(runs: Sequence[Run]) -> dict[str, list[JsonObject]]:
     """The metrics of chapter 1's stored runs, grouped for ``figures.plot_correlations``."""
     return {title: [run.metrics for run in group] for title, group in _by_title(runs).items()}
 
@@ -53,7 +53,7 @@ def gram_shift_table(runs: Sequence[Run]) -> pd.DataFrame:
         "relative gap": "gap",
         "test accuracy": "test_accuracy",
     }
-    rows = {}
+    rows: dict[str, dict[str, int | str]] = {}
     for title, group in _by_title(runs).items():
         rows[title] = {"seeds": len(group)}
         for name, key in columns.items():

@@ -8,7 +8,7 @@ import pandas as pd
 from gramlin.chapters.claims import Claim, Finding, last_date
 from gramlin.chapters.linearity.tables import by_title, growth_table, linearity_table, profile
 from gramlin.chapters.summaries import grouped, paired_interval, select
-from gramlin.results import ResultsStore, Run
+from gramlin.results import Json, ResultsStore, Run
 
 
 def linearity_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
@@ -22,7 +22,7 @@ def linearity_verdicts(runs: Sequence[Run]) -> pd.DataFrame:
     """
     rows = {}
     for title, group in by_title(runs).items():
-        row = {"seeds": len(group)}
+        row: dict[str, int | str] = {"seeds": len(group)}
         for suffix, measure in (("", "tl"), (", held-out", "tl_test")):
             start, end = (np.array([profile(run, measure, share) for run in group]) for share in (0.0, 1.0))
             row["with training" + suffix] = _direction(end[:, 1:], start[:, 1:])
@@ -79,7 +79,7 @@ def _growth(store: ResultsStore) -> Iterable[Finding]:
         yield Finding(row.index[0], here, len(runs), row["C6"].iloc[0], last_date(runs))
 
 
-def _mlps(store: ResultsStore, **settings) -> list[Run]:
+def _mlps(store: ResultsStore, **settings: Json) -> list[Run]:
     return select(store.runs("linearity"), model="mlp", width=256, **settings)
 
 

@@ -1,7 +1,7 @@
 """A network in training: Target Linearity and the surrogate of every layer."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,13 @@ from gramlin.hooks import SUPPORTED_LAYERS
 from gramlin.linearity import HeldOut, alignment_of, fit_of, linearity_of
 from gramlin.models import CNN, MLP
 from gramlin.moments import Moments
+from gramlin.results import JsonObject
 from gramlin.training import accuracy, evaluating, train
 
 # A convolution's map enters as its 4×4 averages; one average of all would leave a feature a channel.
 _POOLED = 4
+
+_Sums: TypeAlias = tuple[int, Tensor, Tensor, Tensor]
 
 
 def measure_linearity(
@@ -32,7 +35,7 @@ def measure_linearity(
     epochs: int,
     seed: int,
     device: str | torch.device = "cpu",
-) -> dict:
+) -> JsonObject:
     """Train a network, and measure the features that enter each of its layers, and the network's output.
 
     Args:
@@ -59,20 +62,23 @@ def measure_linearity(
     split = data.standardize(data.load(dataset, device=device))
     torch.manual_seed(seed)
     shape = split.train_inputs.shape[1:]
+    network: nn.Module
     if model == "mlp":
         network = MLP([shape.numel(), *depth * [width], split.num_classes], "gelu")
     elif model == "cnn" and depth == 3:
         network = CNN(shape, split.num_classes, channels=width)
     else:
         raise ValueError(f"model is {model!r} with depth {depth}; pass 'mlp', or 'cnn' with depth 3")
-    network = network.to(device, memory_format=torch.channels_last)
+    network = network.to(device).to(memory_format=torch.channels_last)
     optimizer = optimizer_of(method, network, lr, momentum)
     names = [name for name, layer in network.named_children() if isinstance(layer, SUPPORTED_LAYERS)]
     steps_an_epoch = -(-len(split.train_inputs) // batch_size)
-    layers = {name: {key: [] for key in ("tl", "tl_test", "surrogate", "cka")} for name in names}
+    layers: dict[str, dict[str, list[float]]] = {
+        name: {key: [] for key in ("tl", "tl_test", "surrogate", "cka")} for name in names
+    }
     layers["output"] = {"tl": [], "tl_test": []}
-    history: dict[str, list] = {"step": [], "test_accuracy": []}
-    pixels: dict[str, Any] = {}  # the input's sums and values, which training does not change
+    history: dict[str, list[float]] = {"step": [], "test_accuracy": []}
+    pixels: dict[str, _Sums] = {}  # the input's sums and values, which training does not change
     step = 0
 
     @evaluating(network)
@@ -85,8 +91,8 @@ def measure_linearity(
         held_out = {name: HeldOut(fit_of(each)) for name, each in moments.items()}
         for x, y in chunks(split.test_inputs, split.test_targets):
             features, output = entering(network, names, x, _POOLED)
-            for name, each in held_out.items():
-                each.update(output if name == "output" else features[name], y)
+            for name, fit in held_out.items():
+                fit.update(output if name == "output" else features[name], y)
         for name, each in moments.items():
             layers[name]["tl"].append(linearity_of(each).item())
             layers[name]["tl_test"].append(held_out[name].score().item())
@@ -105,24 +111,32 @@ def measure_linearity(
         history["step"].append(step)
         history["test_accuracy"].append(accuracy(network, split.test_inputs, split.test_targets))
 
-    def after_step(*_) -> None:
+    def after_step(*_: object) -> None:
         nonlocal step
         step += 1
         if step < steps_an_epoch and step & (step - 1) == 0:
             measure()
 
-    def after_epoch(epoch: int) -> dict:
+    def after_epoch(epoch: int) -> JsonObject:
         measure()
         return {}
 
     optimizer.register_step_post_hook(after_step)
-    options = {"epochs": epochs, "batch_size": batch_size, "seed": seed, "record": after_epoch}
-    rows = train(network, optimizer, split.train_inputs, split.train_targets, **options)
+    rows = train(
+        network,
+        optimizer,
+        split.train_inputs,
+        split.train_targets,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        record=after_epoch,
+    )
     layers = {name: {key: values for key, values in each.items() if values} for name, each in layers.items()}
     return {**history, "train_loss": [row["train_loss"] for row in rows[1:]], "layers": layers}
 
 
-def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
+def _sums(moments: Moments) -> _Sums:
     """What the surrogate and CKA need: n, the cross moments, the features' scatter and the size of that of classes."""
     return moments.count, moments.cross, moments.scatter, moments.class_scatter_norm
 
@@ -130,9 +144,9 @@ def _sums(moments: Moments) -> tuple[int, Tensor, Tensor, Tensor]:
 LINEARITY = Experiment("linearity", measure_linearity)
 
 
-def linearity_settings(dataset: str, seeds: Sequence[int]) -> list[dict]:
+def linearity_settings(dataset: str, seeds: Sequence[int]) -> list[JsonObject]:
     """The paper-scale runs of chapter 3, most telling first: SGD and Adam for all seeds; other networks for one."""
-    base = {"dataset": dataset, "model": "mlp", "width": 256, "depth": 4, "batch_size": 64, "epochs": 100}
+    base: JsonObject = {"dataset": dataset, "model": "mlp", "width": 256, "depth": 4, "batch_size": 64, "epochs": 100}
     sgd = {**base, "method": "sgd", "lr": 0.0005, "momentum": 0.8}
     adam = {**base, "method": "adam", "lr": 0.0001, "momentum": 0.0}
     cnn = {**sgd, "model": "cnn", "width": 16, "depth": 3, "lr": 0.01, "epochs": 30}

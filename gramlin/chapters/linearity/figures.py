@@ -29,7 +29,7 @@ def plot_growth(
         ceiling: the largest Target Linearity that the hidden features could have.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.5))
-    surrogate = np.asarray(surrogate)
+    times, surrogate = np.asarray(times), np.asarray(surrogate)
     for (label, values), style in zip(laws.items(), ("--", "-"), strict=True):
         left.semilogy(times, values, style, color=COLORS["theory"], label=label)
     left.semilogy(times[::3], surrogate[::3], "o", color=COLORS["gram"], markersize=3.5, label="measured")

@@ -31,7 +31,8 @@ def by_title(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _epochs(run: Run) -> np.ndarray:
     steps = np.array(run.metrics["step"])
-    return steps * run.settings["epochs"] / steps[-1]
+    epochs: np.ndarray = steps * run.settings["epochs"] / steps[-1]
+    return epochs
 
 
 def linearity_panels(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import ArrayLike
@@ -90,7 +91,7 @@ def plot_accuracy_curves(panels: dict[str, dict[str, ArrayLike]]) -> Figure:
         panels: by title, by method (a key of ``LABELS``, or any other text), a row of accuracies in [0, 1] a seed.
     """
     figure, grid = grid_of_panels(len(panels))
-    labels: dict = {}
+    labels: dict[str, Artist] = {}
     for axes, (title, methods) in zip(grid.flat, panels.items(), strict=False):
         for method, rows in methods.items():
             percent = 100 * np.asarray(rows)
@@ -148,7 +149,7 @@ def plot_halves(accuracies: dict[str, Sequence[float]]) -> Figure:
         errors = 100 - 100 * np.asarray(values)
         axes.semilogx(errors, np.full(len(values), height), "o", color=color, alpha=0.8)
     first = next(iter(accuracies.values()))
-    axes.axvline(100 - 100 * np.mean(first), color=COLORS["theory"], linestyle="--", linewidth=1)
+    axes.axvline(100 - 100 * float(np.mean(first)), color=COLORS["theory"], linestyle="--", linewidth=1)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())

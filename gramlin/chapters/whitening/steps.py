@@ -1,6 +1,6 @@
 """Training with parts of each step taken out, and what solvers make of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 import torch
@@ -30,8 +30,12 @@ UPDATES = {
 
 
 def split_steps(
-    optimizer: torch.optim.Optimizer, layers: dict[str, nn.Module], method: str, *, last: int | None = None
-) -> dict[str, dict[str, list]]:
+    optimizer: torch.optim.Optimizer,
+    layers: Mapping[str, nn.Linear | nn.Conv2d],
+    method: str,
+    *,
+    last: int | None = None,
+) -> dict[str, dict[str, list[float]]]:
     """Attach what the method asks for to the optimizer; returns lists that fill up as it steps.
 
     Args:
@@ -54,27 +58,28 @@ def split_steps(
     for name, half in halves.items():
         weights[name].requires_grad_(half != "frozen")
     trained = [name for name, half in halves.items() if half != "frozen"]
-    watch = {name: {} for name in layers}
+    watch: dict[str, dict[str, list[float]]] = {name: {} for name in layers}
     for name in trained:
         keys = ("steps", "kept", "gram_error", "gram_error_floor") if halves[name] == "gram" else ("steps", "kept")
         watch[name] = {key: [] for key in keys}
-    before, plain = {}, {}
+    before: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
     step = 0
 
     # Hooks run in the order in which they are attached: one before each step; then one that sees the plain step, what
     # changes it, and one that sees what has become of it.
     @torch.no_grad()
-    def save(*_) -> None:
+    def save(*_: object) -> None:
         nonlocal step
         step += 1
         before.update({name: weights[name].clone() for name in trained})
 
     @torch.no_grad()
-    def save_plain(*_) -> None:
+    def save_plain(*_: object) -> None:
         plain.update({name: weights[name].clone() for name in trained})
 
     @torch.no_grad()
-    def change(*_) -> None:
+    def change(*_: object) -> None:
         for name in trained:
             new = None
             if halves[name] == "scaled rotation":  # turned already: only the length is to come
@@ -88,7 +93,7 @@ def split_steps(
                 weights[name].copy_(new)
 
     @torch.no_grad()
-    def look(*_) -> None:
+    def look(*_: object) -> None:
         if step & (step - 1) and step != last:
             return
         for name in trained:
@@ -138,7 +143,7 @@ def _projection(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
     def project(step: Tensor) -> Tensor:
         half = step.flatten(1) @ random.mT
-        generator = basis @ (basis.mT @ (half - half.mT) @ basis / sums) @ basis.mT
+        generator: Tensor = basis @ (basis.mT @ (half - half.mT) @ basis / sums) @ basis.mT
         return (generator @ random).view_as(step)
 
     return project

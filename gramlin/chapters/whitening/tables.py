@@ -43,11 +43,12 @@ def whitening_table(runs: Sequence[Run]) -> pd.DataFrame:
             continue
         row = dict.fromkeys(columns, "–") | {"seeds": len(sgd)}
         row |= {"SGD": _reached(sgd), "whitened": _reached(whitened)}
-        if all(finished(run) for run in (*sgd, *whitened)):
-            difference = accuracy_difference(group, "whitened", "sgd")
+        ended = all(finished(run) for run in (*sgd, *whitened))
+        difference = accuracy_difference(group, "whitened", "sgd") if ended else None
+        if difference is not None:
             row["difference"] = f"{difference.mean:+.2f}"
             row["verdict"] = "not decided by one seed"
-            if len(sgd) > 1:
+            if difference.interval is not None:
                 low, high = difference.interval
                 row["95% interval"] = f"[{low:+.2f}, {high:+.2f}]"
                 row["verdict"] = "reproduced" if low > -1 else "not reproduced" if high < -1 else "undecided"
@@ -111,7 +112,7 @@ def halves_table(runs: Sequence[Run]) -> pd.DataFrame:
     to the initial one.
     """
     groups = grouped(runs, "method")
-    rows = {}
+    rows: dict[str, dict[str, int | str]] = {}
     for method in UPDATES:
         group = [run for run in groups.get((method,), []) if finished(run)]
         if group:
